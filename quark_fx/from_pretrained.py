@@ -66,10 +66,10 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
         require_names("QuarkFxConfig", options, names, IN_RESOURCES)
         require_usable(options.get("resources", Resources()), "QuarkFxConfig", _RESOURCES)
         if not isinstance(kernels, bool):
-            raise ConfigError(f"kernels of QuarkFxConfig is True or False, not {kernels!r}")
+            raise ConfigError(f"kernels of QuarkFxConfig must be True or False, not {kernels!r}")
         if calibration_data is None and needs_data(self.config):
             raise CalibrationError(
-                "this configuration needs calibration data: pass batches, as QuarkFxConfig(config, batches)"
+                "this configuration needs calibration data: pass batches, as in QuarkFxConfig(config, batches)"
             )
 
     @classmethod
@@ -145,7 +145,7 @@ def _example(model: PreTrainedModel) -> list[Any]:
     reads_tokens = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     if not reads_tokens or getattr(model, "input_modalities", "text") not in ("text", ("text",), ["text"]):
         raise CalibrationError(
-            f"{type(model).__name__} reads more than tokens: pass a batch of its inputs, as "
+            f"{type(model).__name__} takes inputs other than tokens: pass an example batch of its inputs, as in "
             "QuarkFxConfig(config, [batch])"
         )
     return [dict(model.dummy_inputs)]

@@ -126,7 +126,10 @@ def quantize(
             session = Session.of_one_run(model, config, first, batches, dynamic_shapes, resources, shelf, ranks)
         example = session.example()
         if verify and example is None:
-            raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
+            raise CalibrationError(
+                "verify=True compares the model before and after each pass on a batch; pass at least one batch as "
+                "calibration_data"
+            )
         captured, model = session.captured, session.model
         sample = None if example is None else sample_of(captured.module, captured.signature, example)
         inputs, example = example if verify else None, None  # drop the batch, which may be large
@@ -134,7 +137,7 @@ def quantize(
             context.progress = progress
             gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, resources)
         if rows and all(row.reason for row in rows):
-            warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
+            warn(f"nothing was quantized: {len(rows)} operators stay in float; see report() for the reasons")
         # The copy holds only tensors that the graph reads, and shares none with the user's model.
         unchanged = kept_tensors(gm, stored_tensors(captured.module))
         source = _source(model, gm, unchanged) if isinstance(model, nn.Module) else None
@@ -197,7 +200,9 @@ def _transformed(
     gm, done = run_passes(gm, later[len(floats) :], context=context, in_place=True)
     rows = context.rows
     if not rows and context.planned.plan.operators:
-        raise PassError("the pass of the settled stage made no report; call `quark_fx.passes.convert` in it")
+        raise PassError(
+            "the pass of the settled stage reported no operators; call `quark_fx.passes.convert` in that pass"
+        )
     if any(pass_stage(p) is Stage.QUANTIZED for p in later):
         rows = _with_learned_weights(rows, gm, context)
     return gm, rows, [*records, *rewritten, *done]
@@ -341,7 +346,8 @@ def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
     names = [name for name, promise in promises.items() if not promise.distributed]
     if names and not ranks.alone:
         raise ConfigError(
-            f"{', '.join(names)} cannot share data between {ranks.count} ranks; run in one process, or drop the pass"
+            f"{', '.join(names)} cannot divide data among {ranks.count} ranks; run in a single process, or drop these "
+            "passes"
         )
 
 
@@ -388,5 +394,7 @@ def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     if isinstance(config, QuantConfig):
         return config
     if not isinstance(config, Mapping):
-        raise ConfigError(f"config is a preset's name, a QuantConfig or its dict, not {type(config).__name__}")
+        raise ConfigError(
+            f"config must be the name of a preset, a QuantConfig, or its dict, not {type(config).__name__}"
+        )
     return QuantConfig.from_dict(config)

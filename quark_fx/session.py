@@ -110,7 +110,7 @@ class Session:
         self._share(model, *peek(calibration_data), dynamic_shapes, resources)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise QuarkError("a Session is neither copied nor pickled; make one in each process")
+        raise QuarkError("a Session cannot be copied or pickled; create one in each process")
 
     @classmethod
     def of(
@@ -201,7 +201,9 @@ class Session:
         ranks: Ranks = ALONE,
     ) -> None:
         if isinstance(model, Session):
-            raise ConfigError("the model is a Session already; pass it to quantize, or make another one of its model")
+            raise ConfigError(
+                "the model is already a Session; pass it to quantize directly, or create another Session from its model"
+            )
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
         if isinstance(model, nn.Module):
@@ -210,17 +212,18 @@ class Session:
             raise ConfigError(_QUANTIZED)
         if isinstance(model, nn.Module) and is_eager(model):
             raise ConfigError(
-                "the model is the eager() form of a quantized model; quantize the float model it came from"
+                "the model is the result of eager() on a quantized model; quantize the original float model instead"
             )
         if isinstance(model, nn.Module) and (method := method_of(model)):
             raise ConfigError(
-                f"the model was loaded from codes of {method}; pass the directory of its checkpoint instead, which "
-                "quark_fx decodes if it can, or load the model with dequantize=True, where that method has it"
+                f"the model was loaded with weights quantized by {method}; pass the directory of its checkpoint "
+                f"instead, which quark_fx decodes if it can, or load the model with dequantize=True if {method} "
+                "supports that"
             )
         if first is None and not isinstance(model, ExportedProgram):
             raise CalibrationError(
                 "calibration_data is missing or empty; pass batches of real inputs, because the model is captured with "
-                "the first one (a generator can be read only once; create a new one)"
+                "the first batch (a generator can be read only once; create a new one)"
             )
         self.model, self.unread, self.shares, self._first = model, batches, False, first
         self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
@@ -246,8 +249,8 @@ class Session:
         home = device_of(self.captured.module)
         if home.type != "cpu":
             raise ConfigError(
-                f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on "
-                f'the CPU and pass resources=Resources(device="{home}", ...), where its blocks then run'
+                f"a run with output_dir needs a model on the CPU, but this model is on {home}; load it on "
+                f'the CPU and pass resources=Resources(device="{home}", ...) to run its blocks there'
             )
         if data.cache.budget.directory is None:
             data.cache.budget = replace(data.cache.budget, directory=shelf.directory)
@@ -363,12 +366,12 @@ class Session:
         if changed:
             more = f" and {len(changed) - 3} more" * (len(changed) > 3)
             raise QuarkError(
-                f"the model was changed after the session began, in {', '.join(changed[:3])}{more}; make a new Session "
-                "of it"
+                f"the model was changed after the Session was created, in {', '.join(changed[:3])}{more}; create a new "
+                "Session from it"
             )
 
 
-_QUANTIZED = "the model, or a part of it, is quantized already; quantize the float model it came from"
+_QUANTIZED = "the model, or a part of it, is already quantized; quantize the original float model instead"
 _ON_CODES = re.compile(r"(quark_fx|quantized|quantized_decomposed)\.|torchao\.\w*(quant|qparams|bit|int)")
 """Pattern of the names of operators that compute with codes."""
 
@@ -394,8 +397,8 @@ def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> 
     names = [name for name, value in arguments.items() if value is not None]
     if names := [*names, *resources.given((*OF_SESSION, "distributed"))]:
         raise ConfigError(
-            f"{', '.join(names)} cannot be given with a Session, which has one model, one set of data and one process; "
-            "make the Session with them, or pass the model itself"
+            f"{', '.join(names)} cannot be passed together with a Session; pass these arguments when you create the "
+            "Session, or pass the model itself"
         )
 
 
@@ -476,7 +479,7 @@ def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
     ):
         remedy = "call it and pass the result" if callable(data) else "wrap a single batch in a list"
         raise CalibrationError(
-            f"{purpose}_data must be an iterable of batches, not one {type(data).__name__}; {remedy}"
+            f"{purpose}_data must be an iterable of batches, not a single {type(data).__name__}; {remedy}"
         )
     iterator = as_called(data)
     for first in iterator:
@@ -514,7 +517,7 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
         for name, leaf in zip(captured.signature.input_names, leaves, strict=True):
             if isinstance(leaf, Tensor) and not leaf.numel():
                 raise CalibrationError(
-                    f"{purpose} batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; leave it out"
+                    f"{purpose} batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; omit this batch"
                 )
         for position, count in rows.items():
             leaf = leaves[position]
@@ -530,8 +533,8 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
 def _out_of_range(name: str, ends: Tensor, rows: int) -> CalibrationError:
     low, high = ends.tolist()
     return CalibrationError(
-        f"{name} holds {low} to {high} and selects from a table of {rows} rows; tokenize with the model's own "
-        "tokenizer, and replace marks for ignored positions, such as -100"
+        f"{name} contains indices from {low} to {high}, but selects from a table of {rows} rows; tokenize with the "
+        "model's own tokenizer, and replace marks for ignored positions, such as -100"
     )
 
 

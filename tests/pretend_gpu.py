@@ -488,7 +488,7 @@ def pretend_gpu() -> Iterator[PretendGPU]:
 
 @dataclass(frozen=True)
 class _Operator:
-    """Facts of an operator that each call needs.
+    """Facts of an operator thin every call needs.
 
     Attributes:
         name: Name without namespace and overload.

@@ -246,7 +246,7 @@ def test_a_class_that_readers_do_not_find_is_refused_unless_it_is_registered() -
             return found
 
     config = qfx.presets.W4A16_RTN.replace(group_size=32)
-    with pytest.raises(qfx.ExportError, match=r"do not find the class \S*Doubled; register it"):
+    with pytest.raises(qfx.ExportError, match=r"cannot find the class \S*Doubled; register it"):
         qfx.check(small_llama(Doubled), config, BATCH)
     mapping = t.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     t.AutoModelForCausalLM.register(t.LlamaConfig, Doubled, exist_ok=True)

@@ -259,7 +259,7 @@ def test_a_factory_is_quantized_on_data_of_any_kind_or_on_its_own_example(data: 
     options = ("--data", data) if data else ()
     name = f"factories:{'cnn' if data else 'with_example'}"
     said = call("quantize", name, "--preset", "int8_static", *options, "-o", "q").stderr
-    assert (f"warning: no --data: calibrating on the example batch of {name} alone" in said) == (not data)
+    assert (f"warning: no --data: calibrating only on the example batch of {name};" in said) == (not data)
     assert "no --data" not in call("quantize", "factories:with_example", "--preset", "fp16", "-o", "h").stderr
     expected = answer("inspect", "q")["operators"]
     assert [(p["name"], p["weight"], p["activation"]) for p in expected] == [
@@ -610,7 +610,7 @@ def taken() -> str:
 MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "no checkpoint": (
         lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q"),
-        r"gone does not exist; give the dir",
+        r"gone does not exist; pass the dir",
     ),
     "a preset": (
         lambda _: ("quantize", "factories:cnn", "--preset", "int8_statik", "-o", "q"),
@@ -626,10 +626,13 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a factory of nothing": (lambda _: factory("number"), r"factories:number returned a int; return a module"),
     "no factory": (lambda _: factory("cnnn"), r"factories has no 'cnnn'; did you mean 'cnn'\?"),
-    "a factory with arguments": (lambda _: factory("of_size"), r"factories:of_size is called without .*'pixels'; give"),
+    "a factory with arguments": (
+        lambda _: factory("of_size"),
+        r"factories:of_size must be callable without .*'pixels'; add",
+    ),
     "a file of Python": (
         lambda _: ("quantize", "factories.py:cnn", "--preset", "fp16", "-o", "q"),
-        r"factories.py is a file; a factory is package.module:name, such as factories:name",
+        r"factories.py is a file; write the function as package.module:name, such as factories:name",
     ),
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
     "no module": (
@@ -640,10 +643,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q", "--device", "cudaa"),
         r"device='cudaa' cannot be used",
     ),
-    "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
+    "no data": (lambda _: factory("cnn"), r"this configuration needs data: pass --data"),
     "a latency without a unit": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", "12m"),
-        r"latency is a fraction of float, such as 0.6, or text like \"12ms\", not '12m'",
+        r"latency must be a fraction of float, such as 0.6, or text like \"12ms\", not '12m'",
     ),
     "a latency of many times that of float": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 12),
@@ -651,16 +654,16 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a latency without data": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 0.6),
-        r"this configuration needs data: give --data",
+        r"this configuration needs data: pass --data",
     ),
     "missing data": (lambda _: (*factory("cnn"), "--data", "gone.npy"), r"the data gone.npy does not exist"),
     "text without a tokenizer": (
         lambda llm: ("quantize", bare(llm), "--preset", "w4a16_rtn", "--data", "text.txt", "-o", "q"),
-        r"text.txt is text, and a tokenizer is missing in bare; give --tokenizer DIRECTORY",
+        r"text.txt is text, but no tokenizer was found in bare; pass --tokenizer DIRECTORY",
     ),
     "a text too short": (
         lambda llm: ("quantize", llm, "--preset", "fp16", "--data", written("short.txt", "Hello."), "-o", "q"),
-        r"the text has \d tokens, fewer than a window of 32; give more text",
+        r"the text has \d tokens, fewer than a window of 32; pass more text",
     ),
     "no text": (
         lambda llm: ("quantize", llm, "--preset", "fp16", "--data", binary("noise.txt"), "-o", "q"),
@@ -668,7 +671,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "images of several sizes": (
         lambda _: (*factory("cnn"), "--data", odd_image()),
-        r"images/9.png has 9 x 10 pixels, the images before it 8 x 8; give a common size .*--image-size",
+        r"images/9.png has 9 x 10 pixels, but the images before it have 8 x 8; set a common size .*--image-size",
     ),
     "images of another size": (
         lambda _: (*factory("cnn"), "--data", "images", "--image-size", 12),
@@ -690,7 +693,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "numbers": (lambda _: (*factory("cnn"), "--data", "images", "--mean", "a,b"), r"'a,b' is not a list of numbers"),
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
-    "a file in the way": (lambda _: (*factory("with_example")[:-1], taken()), r"taken is a file, and the output"),
+    "a file in the way": (lambda _: (*factory("with_example")[:-1], taken()), r"taken is a file, but this output"),
     "blocks among a model": (
         lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "-o", "q", "--resume", llm),
         r"checkpoint directory .*llm holds a model \(config.json\); choose another directory for finished blocks",
@@ -715,11 +718,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "its own weights": (
         lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "--format", "compressed-tensors", "-o", llm),
-        r"llm holds model.safetensors, which would be lost and which no config.json there marks as quantized",
+        r"llm holds model.safetensors, which would be lost, and no config.json there marks it as quantized",
     ),
     "a GGUF file as a model": (
         lambda _: ("quantize", written("llm.gguf", ""), "--preset", "fp16", "-o", "q"),
-        r"llm.gguf is not a float model of PyTorch",
+        r"llm.gguf is not a PyTorch float model",
     ),
     "a GGUF file to run": (
         lambda llm: ("evaluate", written("llm.gguf", ""), "--data", "text.txt", "--tokenizer", llm),
@@ -727,7 +730,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a quantized checkpoint": (
         lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),
-        r"quantized is quantized by .?bitsandbytes.* \(config.json says in quantization_config\)",
+        r"quantized is quantized by .?bitsandbytes.* \(quantization_config in config.json\)",
     ),
     "a format that cannot": (
         lambda llm: ("quantize", llm, "--preset", "int8_static", "--data", "text.txt", "--format", "gptq", "-o", "q"),
@@ -767,11 +770,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "no reference": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy"),
-        r"the cosine compares vectors with the float model's: give the float model as --reference",
+        r"the cosine metric compares vectors with those of the float model: pass the float model as --reference",
     ),
     "no labels": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy", "--task", "classification"),
-        r"x.npy holds no array called `labels`",
+        r"x.npy contains no array called `labels`",
     ),
     "images for another network": (
         lambda _: ("evaluate", "factories:cnn", "--data", "images", "--image-size", 12),
@@ -871,9 +874,12 @@ USAGE = {
         ("quantize", "a:b", "--preset", "fp16", "-o", "q.pte"),
         "q.pte: write to .onnx, .gguf, or a directory",
     ),
-    "an output twice": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "-o", "./q"), "is given as --output twice"),
+    "an output twice": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "-o", "./q"), "is passed as --output twice"),
     "an opset of a directory": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--opset", "21"), "ends with .onnx"),
-    "streams to a file": (("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"), "--stream writes a dir"),
+    "streams to a file": (
+        ("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"),
+        "--stream can only write a dir",
+    ),
     "a dtype": (
         ("quantize", "a:b", "--preset", "fp16", "-o", "q", "--dtype", "float8"),
         "'float8' is not one of",
@@ -913,10 +919,12 @@ def test_a_file_of_another_model_is_told_from_its_own() -> None:
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).eval()
     qfx.export.onnx(qfx.quantize(other, "int8_static", [torch.rand(4, 3, 8, 8)], progress=False), "other.onnx")
     result = call("verify", "other.onnx", "a", "--data", "x.npy", code=1)
-    assert re.search("its outputs do not resemble the outputs of torch: is it the file of this model", result.stderr)
+    assert re.search(
+        "its outputs do not resemble the outputs of torch: check that the file was exported", result.stderr
+    )
     result = call("verify", "b.onnx", "a", "--data", "x.npy", "--limit", 0.1, code=1)
     assert re.search(
-        r"b.onnx in onnxruntime is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr
+        r"b.onnx in onnxruntime is [\d.]+ quantization steps from a, more than 0.1; pass --per-node", result.stderr
     )
 
 

@@ -95,7 +95,7 @@ def test_labels_of_minus_100_do_not_count() -> None:
     assert qfx.evaluate(lambda x: x, tokens_) == {"accuracy": 0.5, "agreement": 1, "KL": 0}
     labeled["labels"] = torch.full_like(labels, -100)
     assert (
-        "no tokens that count; pass batches that can be read again, such as a list, with labels other than -100"
+        "no tokens to score; pass batches that can be read again, such as a list, with labels other than -100"
         in words_for(model, LanguageModeling([labeled]))
     )
 
@@ -122,7 +122,7 @@ def test_rows_of_padding_alone_have_no_vector() -> None:
     found = qfx.evaluate(lambda x, attention_mask: x, Embedding([batch], reference=lambda x, attention_mask: x))
     assert found == {"cosine": pytest.approx(1)}
     batch["attention_mask"][0] = 0
-    assert "the task got no samples" in words_for(
+    assert "the task received no samples" in words_for(
         lambda x, attention_mask: x, Embedding([batch], reference=lambda **_: _["x"])
     )
 
@@ -133,10 +133,10 @@ def test_labels_that_are_no_class_numbers_are_refused_with_what_to_pass() -> Non
     same = [Classification([(logits, labels)]) for labels in some]
     assert [qfx.evaluate(lambda x: x, task)["accuracy"] for task in same] == [1] * 4
     for labels, words in (
-        (["cat", "ant"], "map names to the numbers that the model was trained with"),
-        (logits.long(), r"labels of shape (2, 3) are one-hot, one for each logit; pass labels.argmax(-1)"),
-        (logits.bool(), "are one-hot"),
-        (logits / 2, "pass labels.argmax(-1) for probabilities"),
+        (["cat", "ant"], "map class names to the numbers that the model was trained with"),
+        (logits.long(), r"labels have the shape of the logits, (2, 3), as one-hot labels do; pass labels.argmax(-1)"),
+        (logits.bool(), "as one-hot labels do"),
+        (logits / 2, "if they are probabilities, pass labels.argmax(-1)"),
     ):
         assert words in words_for(lambda x: x, Classification([(logits, labels)]))  # type: ignore[list-item]
     binary = torch.tensor([0, 1])
@@ -149,16 +149,16 @@ def test_labels_that_are_no_class_numbers_are_refused_with_what_to_pass() -> Non
 
         assert qfx.evaluate(wrapped, Classification([(one, binary)])) == {"accuracy": 1}
     wide = Classification([(logits, numbers)], reference=lambda x: F.pad(x, (0, 1)))
-    assert "the model predicts 3 classes, and the reference 4" in words_for(lambda x: x, wide)
+    assert "the model predicts 3 classes, but the reference predicts 4" in words_for(lambda x: x, wide)
     text = {"input_ids": torch.tensor([[1, 2]])}
     other = LanguageModeling([text], reference=lambda input_ids: torch.zeros(1, 2, 7))
-    assert "the model predicts 5 classes, and the reference 7" in words_for(
+    assert "the model predicts 5 classes, but the reference predicts 7" in words_for(
         lambda input_ids: torch.zeros(1, 2, 5), other
     )
     short = LanguageModeling([text | {"labels": torch.tensor([[2]])}])
-    assert "the labels are Tensor (1, 1) and the tokens (1, 2)" in words_for(language_model(), short)
+    assert "the labels are Tensor (1, 1), but the tokens have shape (1, 2)" in words_for(language_model(), short)
     wrong = LanguageModeling([text | {"labels": torch.tensor([[1, -1]])}])
-    assert "the text has token -1, and the model predicts 50" in words_for(language_model(), wrong)
+    assert "the labels contain token -1, but the model predicts 50" in words_for(language_model(), wrong)
     strange = LanguageModeling([{"input_ids": torch.tensor([[1, 60]])}])
     qmodel = quantize(language_model(), "w4a16_rtn", windows())
     with pytest.raises(qfx.QuarkError, match="does not run on a batch: index out of range") as caught:
@@ -170,9 +170,9 @@ def test_what_cannot_be_judged_is_refused() -> None:
     ids = torch.tensor([[3, 4, 5, 6]])
     with pytest.raises(qfx.QuarkError, match=r"returns logits of shape \(1, 7\) for rows of 4 tokens"):
         qfx.evaluate(lambda **_: torch.zeros(1, 7), LanguageModeling([{"input_ids": ids}]))
-    with pytest.raises(qfx.QuarkError, match="labels run from -100 to 2, and the model has 3 classes"):
+    with pytest.raises(qfx.QuarkError, match="labels run from -100 to 2, but the model has 3 classes"):
         qfx.evaluate(lambda x: x, Classification([(torch.eye(3), torch.tensor([0, -100, 2]))]))
-    with pytest.raises(qfx.QuarkError, match=r"returns \(4,\), not one vector per sample"):
+    with pytest.raises(qfx.QuarkError, match=r"returns a tensor of shape \(4,\), not one vector per sample"):
         qfx.evaluate(lambda x: x.sum(1), Embedding([torch.ones(4, 3)], reference=lambda x: x.sum(1)))
 
 
@@ -279,7 +279,9 @@ def test_outputs_are_matched_by_name_and_else_by_position() -> None:
     found = {d.name: d.max_abs for d in compare(one, two, [rand(3)])}
     assert found == pytest.approx({"a": 0, "past_0": 1}, abs=1e-6)
     assert [d.name for d in compare(lambda x: (x, x), lambda x: {"c": x, "d": x}, [rand(3)])] == ["c", "d"]
-    with pytest.raises(qfx.QuarkError, match="the models do not have a common output: a, past_0 and c"):
+    with pytest.raises(
+        qfx.QuarkError, match="the models have no output name in common: the first has a, past_0, the second has c"
+    ):
         compare(one, lambda x: {"c": x}, [rand(3)])
     with pytest.raises(qfx.QuarkError, match=r"output 'a' has shape \(3,\) in one model and \(1,\) in the other"):
         compare(lambda x: {"a": x}, lambda x: {"a": x[:1]}, [rand(3)])
@@ -315,7 +317,7 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "is not a model that can be run; pass an .onnx or .gguf file" in words_for(tmp_path, task)
     assert "returns str, not tensors" in words_for(lambda x: "yes", task)
     assert "one row of logits for each label" in words_for(lambda x: x, task)
-    assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")
+    assert "a task must be LanguageModeling" in words_for(cnn(), "accuracy")
     assert "Classification takes pairs of inputs and labels" in words_for(cnn(), Classification(images(4)))  # type: ignore[arg-type]
     lacking = images(4)[0] * math.nan
     for broken in (Classification([(lacking, pairs[0][1])]), Embedding([lacking], reference=cnn())):
@@ -323,12 +325,12 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "the model returns NaN; check its inputs" in words_for(lambda x: x.flatten(1) * math.nan, task)
     vectors = Embedding([rand(2, 3)], reference=lambda x: x)
     assert "the model returns NaN; check its inputs" in words_for(lambda x: x * math.nan, vectors)
-    assert "the task got no samples" in words_for(cnn(), Classification([]))
+    assert "the task received no samples" in words_for(cnn(), Classification([]))
     assert "Cnn does not run on a batch: " in words_for(cnn(), Classification([(rand(1, 2, 8, 8), torch.zeros(1))]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"ids": torch.ones(2, 3)}]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"input_ids": torch.ones(2, 3)}]))
     strange = LanguageModeling([{"input_ids": torch.tensor([[1, 60]])}])
-    assert "the text has token 60, and the model predicts 50" in words_for(
+    assert "the labels contain token 60, but the model predicts 50" in words_for(
         lambda input_ids: language_model()(input_ids % 50), strange
     )
     assert "LlamaForCausalLM does not run on a batch: index out of range" in words_for(language_model(), strange)
@@ -395,7 +397,7 @@ def test_conversations_are_packed_in_the_tokenizers_template() -> None:
     with pytest.raises(qfx.CalibrationError, match=r"lacks a chat template; set its chat_template"):
         qfx.data.chat_windows([first], chat_tokenizer(None), length=3)
     refusing = chat_tokenizer("{{ raise_exception('roles have to alternate') }}")
-    with pytest.raises(qfx.CalibrationError, match=r"refuses conversation 0: roles have to alternate"):
+    with pytest.raises(qfx.CalibrationError, match=r"rejects conversation 0: roles have to alternate"):
         qfx.data.chat_windows([first], refusing, length=3)
 
 
@@ -435,7 +437,7 @@ def test_text_is_read_by_the_name_of_what_is_installed(tmp_path: Path, monkeypat
         ),
         (['{"text": "a\u2028b"}'], ["a\u2028b"]),
         (["{"], "line 1 of .* is not valid JSON"),
-        (['"a"', '{"answer": 1}'], "line 2 of .* has neither `text` nor `messages`"),
+        (['"a"', '{"answer": 1}'], "line 2 of .* must have `text`, or `messages`"),
         (['"a"', '{"messages": [{"role": "user", "content": "a"}]}'], "texts and conversations"),
         ([""], "is empty; write one JSON object per line"),
     ],
@@ -465,13 +467,13 @@ def test_lines_of_json_are_texts_or_conversations(lines: list[str], expected: ob
         (
             "config.json",
             '{"hidden_size": 8}',
-            qfx.CalibrationError(r"sample 1 of .* has neither `text` nor `messages`"),
+            qfx.CalibrationError(r"sample 1 of .* must have `text`, or `messages`"),
         ),
-        ("config", '{\n "hidden_size": 8\n}', qfx.CalibrationError(r"sample 1 of .* has neither `text`")),
+        ("config", '{\n "hidden_size": 8\n}', qfx.CalibrationError(r"sample 1 of .* must have `text`")),
         ("a.json", "[1", qfx.CalibrationError(r"line 1 of .* is not valid JSON")),
         ("a.csv", '\ufefftext,label\n"a, b",1\nc,2\n', ["a, b", "c"]),
         ("a.tsv", "label\ttext\n1\ta\n", ["a"]),
-        ("a.csv", "x,y\n1,2\n", qfx.CalibrationError(r"table without a column `text` \(it has x, y\)")),
+        ("a.csv", "x,y\n1,2\n", qfx.CalibrationError(r"table without a column `text` \(its columns: x, y\)")),
         ("a.csv", 'text\n"a', qfx.CalibrationError(r"line \d of .* is not valid CSV")),
         ("a.bin", "a\0b", qfx.CalibrationError("zero bytes")),
         ("a.txt", None, qfx.CalibrationError("cannot be read as text: a.txt is not a regular file")),
@@ -496,15 +498,15 @@ def test_one_text_is_split_into_its_lines_and_one_conversation_is_refused() -> N
     whole, parts = (qfx.data.text_lines(lines, padding) for lines in ("a b\n\nc\n", ["a b", "", "c"]))
     assert whole[0]["input_ids"].tolist() == parts[0]["input_ids"].tolist() == [[3, 4], [5, 0]]
     for wrong in ([{"role": "user", "content": "a"}], "a b"):
-        with pytest.raises(qfx.CalibrationError, match=r"item 0 is a (message|string); put the messages into"):
+        with pytest.raises(qfx.CalibrationError, match=r"item 0 is a (message|string); wrap the messages"):
             qfx.data.chat_windows(wrong, padding, length=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (b"a b", r"this is a bytes; decode it"),
-        ({"text": "a b"}, "this is a dict; pass its values"),
+        (b"a b", r"not a bytes; decode it"),
+        ({"text": "a b"}, "not a dict; pass its values"),
         (["a b", None], "item 1 is None, a NoneType; pass a list of strings"),
         ([{"text": "a b"}], r"item 0 is \{'text': 'a b'\}, a dict; .*row\['text'\] for row"),
         ([Path("a.txt")], r"a PosixPath; .*read_text\(path\)"),
@@ -538,17 +540,17 @@ def test_a_model_writes_its_own_calibration_data() -> None:
     (plain,) = qfx.data.generated_windows(model, length=16, count=3)
     assert torch.equal(plain["input_ids"], again["input_ids"])
     assert model.generation_config.to_dict() == settings
-    with pytest.raises(qfx.CalibrationError, match="a Linear does not continue text"):
+    with pytest.raises(qfx.CalibrationError, match="Linear cannot generate text"):
         qfx.data.generated_windows(nn.Linear(2, 2))
     with pytest.raises(qfx.CalibrationError, match="length=6 is too short; generate at least 7 tokens"):
         qfx.data.generated_windows(model, length=6)
-    with pytest.raises(qfx.CalibrationError, match="in training mode, itself first"):
+    with pytest.raises(qfx.CalibrationError, match="in training mode, first the model itself"):
         qfx.data.generated_windows(language_model().train())
-    with pytest.raises(qfx.CalibrationError, match="length=4096 is more than the 2048 positions"):
+    with pytest.raises(qfx.CalibrationError, match="length=4096 exceeds the 2048 positions"):
         qfx.data.generated_windows(model, length=4096)
     broken = language_model()
     nn.init.constant_(broken.lm_head.weight, float("nan"))
-    with pytest.raises(qfx.CalibrationError, match="the LlamaForCausalLM does not generate: "):
+    with pytest.raises(qfx.CalibrationError, match="method of LlamaForCausalLM failed: "):
         qfx.data.generated_windows(broken, length=16, count=1)
 
 
@@ -592,7 +594,7 @@ def test_labels_are_the_numbers_of_folders_or_their_order(tmp_path: Path) -> Non
     Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / "b" / "x.png")
     with pytest.raises(qfx.ConfigError, match="image_folder has no argument means"):
         qfx.data.labeled_images(tmp_path / "a", means=(0,))
-    with pytest.raises(qfx.CalibrationError, match=r"x\.png is not in the folder of a class"):
+    with pytest.raises(qfx.CalibrationError, match=r"x\.png is not in a subfolder for a class"):
         qfx.data.labeled_images(tmp_path / "b")
 
 
@@ -605,7 +607,7 @@ def test_hidden_and_empty_folders_are_no_classes(tmp_path: Path) -> None:
     (tmp_path / "notes" / "a.txt").touch()
     (tmp_path / "elsewhere").rename(tmp_path.with_name("elsewhere"))
     (tmp_path / "dog").symlink_to(tmp_path.with_name("elsewhere") / "dog")
-    with pytest.warns(UserWarning, match=r"bee, notes in .* hold no images and do not count as classes"):
+    with pytest.warns(UserWarning, match=r"bee, notes in .* contain no images and are skipped as classes"):
         pairs = qfx.data.labeled_images(tmp_path)
     assert pairs.class_to_idx == {"ant": 0, "cat": 1, "dog": 2}
     ((batch, labels),) = pairs
@@ -679,7 +681,7 @@ def test_arrays_are_read_in_batches_and_doubles_become_floats(tmp_path: Path) ->
         qfx.data.read_arrays(tmp_path / "odd.npz")
     for name, array in (("number", np.array(3.0)), ("nothing", np.zeros((0, 2)))):
         np.save(tmp_path / f"{name}.npy", array)
-        with pytest.raises(qfx.CalibrationError, match="holds no samples; the first dimension of an array counts"):
+        with pytest.raises(qfx.CalibrationError, match="holds no samples; the first dimension of each array must"):
             qfx.data.read_arrays(tmp_path / f"{name}.npy")
 
 

@@ -286,7 +286,10 @@ def test_a_clamp_that_saturation_performs_is_kept() -> None:
     assert float(found[name]) <= 6 / 254.5
     assert int(found[name.replace("scale", "zero_point")]) == 0
     reasons = {change.name: change.what for change in changes(through)}
-    assert reasons[name.removesuffix("_quantizer_scale")] == "skipped: saturation would not perform the clamp before it"
+    assert (
+        reasons[name.removesuffix("_quantizer_scale")]
+        == "skipped: its range would no longer perform the clamp that saturation replaces"
+    )
 
 
 class Rearranged(nn.Module):
@@ -325,7 +328,9 @@ class Joined(nn.Module):
 def test_activations_that_may_not_be_chosen_are_left_with_the_reason() -> None:
     data = [rand(32, 8, seed=i) for i in range(4)]
     powers = learned(seeded(Branches()), XINT8, data, ClipActivations())
-    assert {change.what for change in changes(powers)} == {"skipped: its scale may not take any value (scale)"}
+    assert {change.what for change in changes(powers)} == {
+        "skipped: its scale is restricted to certain values by the option `scale`"
+    }
     some = learned(seeded(Branches()), FOUR_BITS, data, ClipActivations(only=("c",)))
     rows = {change.name: change.what for change in changes(some)}
     assert [name for name, what in rows.items() if what != "skipped: not selected"] == ["tanh_1"]
@@ -373,7 +378,7 @@ def test_a_bias_that_spoils_is_dropped_even_if_what_the_block_makes_is_not_finit
     )
     assert same(plain, spoiled)
     assert len(changes(spoiled)) == 4
-    infinite = re.compile(r"skipped: quantized, .* makes values that are not finite")
+    infinite = re.compile(r"skipped: after quantization, .* computes non-finite values")
     failed = [change for change in changes(spoiled) if infinite.match(change.what)]
     assert bool(failed) == math.isinf(number)
     for change in changes(spoiled):
@@ -444,11 +449,15 @@ class Helpless(Solver):
 @pytest.mark.parametrize(
     ("failing", "error", "message"),
     [
-        (Mistaken(), ConfigError, "Mistaken chooses Bias, and InputHessian says nothing of one; read Input"),
+        (
+            Mistaken(),
+            ConfigError,
+            "Mistaken chooses Bias, but InputHessian has no data for that choice; set reads to Input",
+        ),
         (
             Asking(what=OutputError()),
             ConfigError,
-            "Asking chooses Activation, and OutputError says nothing of one; read Input",
+            "Asking chooses Activation, but OutputError has no data for that choice; set reads to Input",
         ),
         (
             Asking(what=Input),
@@ -470,7 +479,9 @@ def test_a_solver_that_chooses_what_there_is_not_is_refused(chosen: Any) -> None
     class Chooser(Solver):
         chooses: ClassVar = chosen
 
-    with pytest.raises(ConfigError, match="chooses of Chooser must be one of the classes QuantizedMatrix, Bias, Activ"):
+    with pytest.raises(
+        ConfigError, match="the type argument of Chooser must be one of the classes QuantizedMatrix, Bias, Activ"
+    ):
         solver(Chooser)
 
 
@@ -522,7 +533,7 @@ def test_a_float_pass_that_breaks_its_promise_is_named(monkeypatch: pytest.Monke
     right = extensions.fold_constant_scales._factor
     wrong = lambda linear: None if (factor := right(linear)) is None else 2 * factor  # noqa: E731
     monkeypatch.setattr(extensions.fold_constant_scales, "_factor", wrong)
-    with pytest.raises(PassError, match="pass fold_constant_scales promises to keep the function, but output 0 moved"):
+    with pytest.raises(PassError, match="pass fold_constant_scales is declared exact, but it changed output 0"):
         qfx.run_passes(gm, [fold_constant_scales], verify_inputs=(x,))
 
 
@@ -689,7 +700,9 @@ def test_what_a_target_refuses_is_an_error_that_names_the_fix(changes: dict[str,
 
 def test_a_target_reads_its_formats_and_opsets_only(tmp_path: Path) -> None:
     qmodel = quantize(cnn(), tensorrt(), images(8))
-    with pytest.raises(qfx.ExportError, match=r"target='tensorrt_like' reads no format='qoperator'; choose one of qdq"):
+    with pytest.raises(
+        qfx.ExportError, match=r"target='tensorrt_like' does not support format='qoperator'; choose one of qdq"
+    ):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="qoperator")
     with pytest.raises(qfx.ExportError, match=r"opset 17 cannot be written for target='tensorrt_like'; use 21"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx", opset=17)
@@ -741,15 +754,15 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
         (Placement, {"arithmetic": "add"}, "arithmetic of Placement must be a frozenset whose items are each a string"),
         (Placement, {"rounds_output": True}, "rounds_output of Placement must be a function, not True"),
         (Refusal, {"when": "int4", "why": "no"}, "when of Refusal must be a function, not 'int4'"),
-        (Refusal, {"when": bool, "why": "no {spec.fmt}"}, "why='no {spec.fmt}' of a Refusal cannot be filled in"),
+        (Refusal, {"when": bool, "why": "no {spec.fmt}"}, "why='no {spec.fmt}' of a Refusal is not a valid template"),
         (
             Refusal,
             {"when": bool, "why": "no {other}"},
-            r"cannot be filled in: 'other'; write it as .* {spec.format}",
+            r"is not a valid template: 'other'; write it like .* {spec.format}",
         ),
         (OnnxFiles, {"formats": ()}, "formats of OnnxFiles is empty; name at least one"),
         (OnnxFiles, {"opsets": 21}, "opsets of OnnxFiles must be a tuple of an integer and an integer"),
-        (OnnxFiles, {"opsets": (17, 19)}, r"opset=21 of OnnxFiles is not within opsets=\(17, 19\)"),
+        (OnnxFiles, {"opsets": (17, 19)}, r"opset=21 of OnnxFiles is outside of opsets=\(17, 19\)"),
         (OnnxFiles, {"check": "strict"}, "check of OnnxFiles must be a function or None, not 'strict'"),
         (register_target, {"target": "mine"}, r"'mine' is not a Target; write register_target\(Target\(name=...\)\)"),
     ],
@@ -1019,7 +1032,9 @@ def test_a_solver_that_writes_in_place_is_named(writer: Solver, message: str) ->
 
 
 def test_a_solver_that_answers_nothing_is_told_what_to_answer() -> None:
-    with pytest.raises(PassError, match=r"solve returns a Proposal of a QuantizedMatrix, or a Skip .*, not NoneType"):
+    with pytest.raises(
+        PassError, match=r"solve must return a Proposal of a QuantizedMatrix, or a Skip .*, not NoneType"
+    ):
         quantize(seeded(Attention()), RTN.replace(passes=(Silent(),)), ids(16, 16))
 
 
@@ -1075,6 +1090,6 @@ def test_a_format_from_outside_is_written_and_verified(tmp_path: Path) -> None:
     blocks = qfx.export.onnx(quantize(cnn(), INT4_WEIGHT_ONLY, images()), tmp_path / "blocks.onnx", format="unpack")
     (kept,) = blocks.kept  # the convolutions are int8 per channel
     assert (kept.name, kept.reason) == ("head.weight_codes", "Unpack has one scale per channel, not per block")
-    with pytest.raises(ExportError, match=r"domain='com.other' is not one of format='unpack'"):
+    with pytest.raises(ExportError, match=r"format='unpack' does not support domain='com.other'"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="unpack", domain="com.other")
     assert FORMATS["unpack"] is UNPACK

@@ -111,7 +111,7 @@ def test_options_are_those_of_quantize() -> None:
             ("w4a16_gptq",),
             {},
             qfx.CalibrationError,
-            r"needs calibration data: pass batches, as QuarkFxConfig\(config, b",
+            r"needs calibration data: pass batches, as in QuarkFxConfig\(config, b",
         ),
         (("w4a16_rtm",), {}, qfx.ConfigError, "unknown preset 'w4a16_rtm'"),
         ((INT4,), {"kernel": True}, qfx.ConfigError, "has no argument kernel; it has .*did you mean 'kernels'"),
@@ -127,7 +127,7 @@ def test_options_are_those_of_quantize() -> None:
             qfx.ConfigError,
             "takes device, cache, checkpoint, memory of Resources, not output_dir; pass these to quantize",
         ),
-        ((INT4,), {"kernels": 1}, qfx.ConfigError, "kernels of QuarkFxConfig is True or False, not 1"),
+        ((INT4,), {"kernels": 1}, qfx.ConfigError, "kernels of QuarkFxConfig must be True or False, not 1"),
     ],
 )
 def test_arguments_are_refused_before_weights_are_read(
@@ -162,7 +162,9 @@ def test_a_model_over_several_devices_is_refused(llama: Path) -> None:
 def test_a_model_that_reads_tokens_and_more_needs_a_batch(modalities: Any, encodes: bool) -> None:
     config = SimpleNamespace(is_encoder_decoder=encodes)
     model: Any = SimpleNamespace(main_input_name="input_ids", input_modalities=modalities, config=config)
-    with pytest.raises(qfx.CalibrationError, match="reads more than tokens: pass a batch of its inputs"):
+    with pytest.raises(
+        qfx.CalibrationError, match="takes inputs other than tokens: pass an example batch of its inputs"
+    ):
         from_pretrained._example(model)
 
 
@@ -171,7 +173,9 @@ def test_a_model_that_reads_no_tokens_needs_a_batch(tmp_path: Path) -> None:
     config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
     transformers.ViTModel(config).save_pretrained(tmp_path)
     read = transformers.ViTModel.from_pretrained
-    with pytest.raises(qfx.CalibrationError, match="ViTModel reads more than tokens: pass a batch of its inputs"):
+    with pytest.raises(
+        qfx.CalibrationError, match="ViTModel takes inputs other than tokens: pass an example batch of its inputs"
+    ):
         read(tmp_path, quantization_config=QuarkFxConfig("int8_dynamic", progress=False))
     batch = {"pixel_values": rand(2, 3, 8, 8)}
     model = read(tmp_path, quantization_config=QuarkFxConfig("int8_dynamic", [batch], progress=False))

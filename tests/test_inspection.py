@@ -57,7 +57,7 @@ def test_the_contents_of_a_file_are_those_of_its_model(form: str, tmp_path: Path
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(qfx.QuarkError, match=r"gone does not exist; give an \.onnx or \.gguf file"):
+    with pytest.raises(qfx.QuarkError, match=r"gone does not exist; pass an \.onnx or \.gguf file"):
         qfx.inspect(tmp_path / "gone")
     with pytest.raises(qfx.QuarkError, match=r"does not exist"):
         qfx.inspect("x" * 5000)

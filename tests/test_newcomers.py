@@ -58,7 +58,7 @@ def test_torch_cond_is_refused_by_name() -> None:
 
 
 def test_a_region_under_autocast_is_refused_by_name() -> None:
-    with pytest.raises(qfx.CaptureError, match=r"runs under torch\.autocast: remove it from forward"):
+    with pytest.raises(qfx.CaptureError, match=r"runs under torch\.autocast: remove that from forward"):
         quantize(Autocast().eval(), INT8, [rand(4, 8)])
 
 
@@ -73,7 +73,7 @@ def test_integers_where_a_model_multiplies_floats_are_refused_when_it_is_capture
 
 @pytest.mark.parametrize(
     ("batch", "words"),
-    [("hello", "is text"), (["a", "b"], "is text"), ({"x": "hello"}, "is text"), (3, "holds no tensor, only 3")],
+    [("hello", "is text"), (["a", "b"], "is text"), ({"x": "hello"}, "is text"), (3, "contains no tensor, only 3")],
 )
 def test_a_batch_without_a_tensor_is_called_what_it_is(batch: Any, words: str) -> None:
     with pytest.raises(qfx.CaptureError, match=words):
@@ -100,7 +100,7 @@ def test_a_module_that_a_graph_cannot_name_is_refused_by_name(name: str) -> None
         def forward(self, x: Tensor) -> Any:
             return self._modules[name](x)  # type: ignore[misc]
 
-    with pytest.raises(qfx.CaptureError, match=rf"first '{name}\.weight'.*give it another name"):
+    with pytest.raises(qfx.CaptureError, match=rf"first '{name}\.weight'.*rename such tensors"):
         quantize(Named().eval(), INT8, [rand(4, 8)])
 
 
@@ -118,7 +118,7 @@ def test_an_inner_module_may_be_called_like_an_attribute_of_graphs() -> None:
 
 
 def test_a_fraction_is_not_taken_for_a_percentile() -> None:
-    with pytest.raises(qfx.ConfigError, match=r"0\.999 is in per cent.*99\.9 keeps"):
+    with pytest.raises(qfx.ConfigError, match=r"0\.999 must be a percentage.*99\.9 keeps"):
         Percentile(percentile=0.999)
 
 
@@ -240,20 +240,23 @@ X = torch.ones(4, 8)
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ([{"x": X, "label": X}], r"the batch has the keys x, label: leave out the others: .* for key in \['x'\]"),
+        (
+            [{"x": X, "label": X}],
+            r"the batch has the keys x, label: pass only the keys that forward accepts: .* for key in \['x'\]",
+        ),
         ([{"input": X}], "missing a required argument: 'x'; the batch has the keys input: rename input"),
         ([(X, X, X)], "too many positional arguments; if the loader yields"),
         ([X, X.numpy()], "batch 1 .* is a ndarray; .* convert it with torch.from_numpy"),
         ([X.numpy()], "is a ndarray; convert it with torch.from_numpy"),
-        (X.numpy(), "not one ndarray; wrap a single batch in a list"),
-        (lambda: [X], "not one function; call it and pass the result"),
+        (X.numpy(), "not a single ndarray; wrap a single batch in a list"),
+        (lambda: [X], "not a single function; call it and pass the result"),
         (iter([]), "missing or empty; .*a generator can be read only once; create a new one"),
         ([None], "calibration batch 0 is None"),
         ((X, torch.arange(4)), r"a tuple is read as several batches: one batch of several inputs is \[\(x, y\)\]"),
         ([X, torch.ones(2, 4, 8)], r"captured for \(any, 8\), 2 dimension\(s\): give every batch as many"),
         (
             [X, torch.ones(4, 9)],
-            r"cut dimension 1 to 8, or, .* \{'x': \{0: Dim\.AUTO, 1: Dim\.AUTO\}\}\. If you did, its",
+            r"cut dimension 1 to 8, or, .* \{'x': \{0: Dim\.AUTO, 1: Dim\.AUTO\}\}\. If it is dynamic",
         ),
         ([torch.ones(4, 9)], r"Keywords itself does not run on the first batch \(x: \(4, 9\) float32\): RuntimeError"),
         ([torch.ones(9)], r"itself does not run on the first batch \(x: \(9,\) float32\)"),
@@ -327,7 +330,7 @@ def test_the_advice_on_sizes_names_every_input_and_works() -> None:
     qmodel = quantize(Pair().eval(), INT8, [first])
     with pytest.raises(qfx.QuarkError, match="pad or cut dimension 2") as caught:
         qmodel(*second)
-    written = str(caught.value).partition("quantize(), ")[2].partition(". If you did")[0]
+    written = str(caught.value).partition("quantize(), ")[2].partition(". If it is dynamic already")[0]
     shapes = eval(written, {"Dim": Dim})
     assert shapes.keys() == {"x", "other"}
     quantize(Pair().eval(), INT8, [first], dynamic_shapes=shapes)(*second)
@@ -405,7 +408,7 @@ def test_a_size_of_a_part_of_an_input_is_named_as_it_is_reached_with_a_remedy_th
     assert str(caught.value).startswith(
         f"input cache['k'][1] has shape ({len(X)}, 3, 5, 4); the graph was captured for"
     )
-    written = str(caught.value).partition("of quantize(), ")[2].partition(". If you did")[0]
+    written = str(caught.value).partition("of quantize(), ")[2].partition(". If it is dynamic already")[0]
     assert written.startswith("{'x': {0: Dim.AUTO}, 'cache': {'k': [{0: Dim.AUTO}, {0: Dim.AUTO, 2: Dim.AUTO}]}")
     shapes = eval(written, {"Dim": Dim})
     assert quantize(Cached().eval(), INT8, [batch(4)], dynamic_shapes=shapes)(**batch(5)).shape == X.shape

@@ -195,7 +195,7 @@ def test_a_model_that_was_changed_since_is_refused(change: Callable[[Cnn], None]
     session = qfx.Session(net, batches())
     quantize(session, INT8_STATIC)
     change(net)
-    with pytest.raises(qfx.QuarkError, match=r"changed after the session began, in .*head\.weight|and \d+ more"):
+    with pytest.raises(qfx.QuarkError, match=r"changed after the Session was created, in .*head\.weight|and \d+ more"):
         quantize(session, INT8_STATIC)
     with pytest.raises(qfx.QuarkError, match="changed after"):
         qfx.predict(session, INT8_STATIC)
@@ -257,9 +257,9 @@ def test_what_a_session_has_is_not_given_again(given: dict[str, Any], request: p
     verbs: list[Any] = [qfx.quantize]
     verbs += [qfx.predict] * (name not in ("cache", "distributed")) + [qfx.analyze] * (name != "distributed")
     for verb in verbs:
-        with pytest.raises(qfx.ConfigError, match=f"{name} cannot be given with a Session"):
+        with pytest.raises(qfx.ConfigError, match=f"{name} cannot be passed together with a Session"):
             verb(session, INT8_STATIC, **given)
-    with pytest.raises(qfx.ConfigError, match="Session already"):
+    with pytest.raises(qfx.ConfigError, match="already a Session"):
         qfx.Session(session)  # type: ignore[arg-type]
 
 
@@ -328,7 +328,7 @@ def test_a_pass_that_writes_into_the_model_is_found_out() -> None:
     session = qfx.Session(seeded(Cnn()), batches())
     with pytest.raises(RuntimeError, match="half way"):
         quantize(session, with_passes(WriteAndFail("head.weight")))
-    with pytest.raises(qfx.QuarkError, match=r"changed after the session began, in head\.weight"):
+    with pytest.raises(qfx.QuarkError, match=r"changed after the Session was created, in head\.weight"):
         quantize(session, INT8_STATIC)
 
 
@@ -442,7 +442,7 @@ def test_analyze_predict_and_search_take_a_session() -> None:
     assert together.verified == qfx.search(net, candidates, budget=budget, data=data, validation_data=judged).verified
     with pytest.raises(qfx.CalibrationError, match="validation_data"):
         qfx.search(session, candidates, budget=budget)
-    with pytest.raises(qfx.ConfigError, match="calibration_data cannot be given"):
+    with pytest.raises(qfx.ConfigError, match="calibration_data cannot be passed"):
         qfx.search(session, candidates, budget=budget, data=data, validation_data=judged)
 
 
@@ -545,7 +545,9 @@ def test_what_else_takes_a_session_and_what_does_not() -> None:
     qfx.check(session, INT8_STATIC, export="pt2e")
     with pytest.raises(qfx.QuarkError, match="expected the result of quantize\\(\\), not Session"):
         qfx.prepare_qat(session)  # type: ignore[arg-type]
-    with pytest.raises(qfx.QuarkError, match="a Session is neither copied nor pickled"):
+    with pytest.raises(qfx.QuarkError, match="a Session cannot be copied or pickled"):
         pickle.dumps(session)
-    with pytest.raises(qfx.CalibrationError, match="all data of a Session calibrates, so pass validation_data"):
+    with pytest.raises(
+        qfx.CalibrationError, match="a Session uses all of its data for calibration, so pass validation_data"
+    ):
         qfx.search(session, ["int8_weight_only", "float"], budget=qfx.Budget(bits=8))

@@ -60,7 +60,7 @@ def test_torchscript_is_refused() -> None:
     traced = torch.jit.trace(plain(), rand(3, 8))
     part = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.ReLU()).eval()
     for model in (traced, torch.jit.script(plain()), part):
-        with pytest.raises(qfx.CaptureError, match=r"TorchScript module .* pass the nn.Module"):
+        with pytest.raises(qfx.CaptureError, match=r"TorchScript module .* pass the original nn.Module"):
             qfx.quantize(model, INT8_STATIC, batches())
 
 
@@ -89,7 +89,7 @@ def test_a_model_that_computes_with_codes_is_not_quantized_again() -> None:
     program = torch.export.export(qmodel, (rand(3, 8),))
     part = nn.Sequential(copy.deepcopy(qmodel), nn.ReLU()).eval()
     for model in (program, part, nn.DataParallel(qmodel).eval()):
-        with pytest.raises(qfx.ConfigError, match="quantized already; quantize the float model"):
+        with pytest.raises(qfx.ConfigError, match="already quantized; quantize the original float model"):
             qfx.quantize(model, INT8_STATIC, batches())
 
 
@@ -109,7 +109,7 @@ def test_of_torchao_only_operators_on_codes_are_refused(name: str, refused: bool
             return self.linear(getattr(torch.ops.torchao, name)(x))
 
     try:
-        wrong = pytest.raises(qfx.ConfigError, match="quantized already")
+        wrong = pytest.raises(qfx.ConfigError, match="already quantized")
         with wrong if refused else contextlib.nullcontext():
             qmodel = qfx.quantize(Model().eval(), INT8_WEIGHT_ONLY, [rand(3, 8)], progress=False)
             assert qmodel.report().totals["quantized"] == 1
@@ -134,7 +134,7 @@ def test_an_operator_of_torchao_that_reads_codes_is_refused_whatever_its_name(dt
             return self.linear(torch.ops.torchao.da8w4_linear_cpu(x, self.codes))
 
     try:
-        with pytest.raises(qfx.ConfigError, match="quantized already"):
+        with pytest.raises(qfx.ConfigError, match="already quantized"):
             qfx.quantize(Model().eval(), INT8_WEIGHT_ONLY, [rand(3, 8)], progress=False)
     finally:
         library._destroy()

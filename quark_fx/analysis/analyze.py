@@ -103,10 +103,10 @@ def analyze(
     metric, measure = metric_of(metric)
     for name, count in (("samples", samples), ("top", top)):
         if type(count) is not int or count < 1:
-            raise ConfigError(f"{name} is a number of at least 1, not {count!r}")
+            raise ConfigError(f"{name} must be an integer of at least 1, not {count!r}")
     preset = next((name for name in PRESETS if isinstance(config, str) and PRESETS[name] == resolve(config)), "")
     config = resolve(config)
-    missing = "analyze compares outputs on data; pass calibration_data, real inputs"
+    missing = "analyze compares outputs on data; pass batches of real inputs as calibration_data"
     session = Session.of(model, calibration_data, dynamic_shapes, resources, missing=missing)
     shown = "{desc}: {n_fmt} configurations measured [{elapsed}]"
     bar = tqdm(desc="analyze", bar_format=shown, disable=not progress, leave=False)
@@ -225,7 +225,8 @@ def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]
     if not (math.isfinite(error) and math.isfinite(added)):
         raise ConfigError(
             "the quantized model's output, or its derivative, is not finite on the calibration data, so its error "
-            "cannot be attributed; choose formats with a wider range, or exclude operators whose values are too large"
+            "cannot be attributed to operators; choose formats with a wider range, or exclude operators whose values "
+            "are too large"
         )
     # The factor makes contributions add up to the error; it is 1/2 if the error is quadratic in the rounding errors.
     return error, (slopes * (error / added if added > 0 else 0.0)).tolist()

@@ -84,13 +84,13 @@ def _checked(metric: Callable[..., Any]) -> Metric:
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise ConfigError(
-                f"metric returned {type(value).__name__}{shape}; it gets two lists, the outputs of the quantized and "
-                "of the float model, and returns a floating-point tensor with one value, larger for larger errors"
+                f"metric returned {type(value).__name__}{shape}; it must take two lists, the outputs of the quantized "
+                "and of the float model, and return a floating-point tensor with one value, larger for larger errors"
             )
         if derived and not value.requires_grad:
             raise ConfigError(
-                "metric is not differentiable, but the analysis attributes the error by its gradient; compute it with "
-                "differentiable functions of torch, without argmax, item(), detach() or numpy"
+                "metric is not differentiable, but the analysis needs its gradient to attribute the error; compute the "
+                "metric with differentiable torch functions, without argmax, item(), detach() or numpy"
             )
         return value.reshape(())
 
@@ -154,8 +154,8 @@ class Trials:
         usable = [part for part in parts if part[2] is None or len(part[2].rows)]
         if not usable:
             raise CalibrationError(
-                f"the samples that errors are measured on, the last of {self.names[-1]}, are all padding "
-                "(attention_mask is 0); pass samples with tokens there, or measure on more samples"
+                f"the samples used to measure errors, the last of {self.names[-1]}, are all padding (attention_mask is "
+                "0); put samples with tokens there, or measure on more samples"
             )
         self.parts, self.names, self.positions = zip(*usable, strict=True)
         self.counts = [samples_in(part) if places is None else len(places.rows) for part, _, places in usable]

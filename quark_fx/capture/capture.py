@@ -92,9 +92,9 @@ def capture_graph(
                 break
     if text_at:
         raise CaptureError(
-            f"the model's code writes a size of its inputs as text at {text_at}, as for a key of a table; during "
-            "capture the text is a symbol, and the graph computes something else: write `str(int(size))`, which fixes "
-            "the size"
+            f"the model's code writes a size of its inputs as text at {text_at}, for example as a dictionary key; "
+            "during capture that text is a symbol, so the graph would compute something else: write `str(int(size))`, "
+            "which fixes the size"
         )
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
@@ -229,7 +229,9 @@ def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     arguments = bind(model.forward, args, kwargs) or {}
     for name, x, dimension, _ in _named_dimensions(dynamic_shapes, arguments):
         if not 0 <= dimension < x.dim():
-            which = f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has none: give it {}"
+            which = (
+                f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has no dimensions: pass {} for it"
+            )
             raise CaptureError(
                 f"dynamic_shapes names dimension {dimension} of {name}, whose shape is {tuple(x.shape)}; {which}"
             )
@@ -335,8 +337,9 @@ def _with_tables(
         before, memory = traced[-1]
         if before.memory() != memory:
             raise CaptureError(
-                f"{type(model).__name__} assigns to the `data` of a parameter or buffer at each call, which a graph "
-                "cannot do; assign the attribute itself (self.table = x instead of self.table.data = x)"
+                f"{type(model).__name__} assigns to the `data` of a parameter or buffer in every call, which a "
+                "captured graph cannot reproduce; assign the attribute itself (self.table = x instead of "
+                "self.table.data = x)"
             )
         for tensors in (program.state_dict, program.constants):
             state.writes.keep(tensors)
@@ -459,8 +462,9 @@ def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
 def _fixed_sizes(fixed: Mapping[tuple[tuple[int, ...], int], str]) -> str:
     places = ", ".join(f"dimension {dim} of {name}" for (_, dim), name in fixed.items())
     return (
-        f"dynamic_shapes asks for other sizes of {places}, but the model's code converts a size computed from it to a "
-        "number, with int(...) or a comparison: leave it out of dynamic_shapes, or compute with the size itself"
+        f"dynamic_shapes asks for other sizes of {places}, but the model's code turns a size computed from it into a "
+        "fixed number, with int(...) or a comparison: leave it out of dynamic_shapes, or change the code to compute "
+        "with the size itself"
     )
 
 

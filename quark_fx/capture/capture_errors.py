@@ -44,7 +44,7 @@ def require_capturable(model: nn.Module) -> None:
     if training:
         raise CaptureError(
             f"{len(training)} module(s) are in training mode, first {training[0]} ({type(model).__name__}): dropout "
-            "and batch norm would be captured as they train; call model.eval() first"
+            "and batch norm would be captured in their training form; call model.eval() first"
         )
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     if unset := [name for name, t in tensors.items() if is_lazy(t)]:
@@ -54,8 +54,9 @@ def require_capturable(model: nn.Module) -> None:
         )
     if inference := [name for name, t in tensors.items() if t.is_inference()]:
         raise CaptureError(
-            f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were made under inference_mode, and "
-            "torch.export cannot trace them; make or load the model outside of it"
+            f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were created under "
+            "torch.inference_mode, and torch.export cannot trace them; create or load the model outside of "
+            "inference_mode"
         )
     if meta := [name for name, t in tensors.items() if t.is_meta]:
         raise CaptureError(
@@ -81,7 +82,7 @@ def _require_python(model: nn.Module) -> None:
     if scripted:
         raise CaptureError(
             f"{scripted[0]} is a TorchScript module (torch.jit.trace or torch.jit.script), which torch.export cannot "
-            "trace; pass the nn.Module that it was made from"
+            "trace; pass the original nn.Module"
         )
     hooks = vars(torch.nn.modules.module)
     if any(hooks.get(f"_global_forward_{kind}") for kind in ("hooks", "pre_hooks")):
@@ -99,16 +100,16 @@ def _require_names(model: nn.Module) -> None:
     if bad := [name for name, path in paths.items() if path[0] in taken or not all(map(_is_writable, path))]:
         raise CaptureError(
             f"{len(bad)} tensor(s) have names that torch.fx cannot write into the code of a graph, first {bad[0]!r}: a "
-            "Python keyword, an attribute that every graph has, or quotes; give it another name in the model's "
-            "__init__, and rename the keys of its checkpoint too"
+            "Python keyword, an attribute that every graph has, or quotes; rename such tensors in the model's __init__ "
+            "and in its checkpoint"
         )
     # torch.fx writes `getattr(..., "0")` for each numeric name, and Python nests at most 200 parentheses.
     levels = {name: sum(not part.isidentifier() for part in path) for name, path in paths.items()}
     if deep := [name for name, count in levels.items() if count > _DEEPEST]:
         raise CaptureError(
-            f"{deep[0][:60]}… is nested in {levels[deep[0]]} modules that are numbered, as in nn.Sequential, and "
-            f"torch.fx can write code for at most {_DEEPEST}; put the inner modules into one nn.Sequential, or set "
-            "them as attributes"
+            f"{deep[0][:60]}… is nested in {levels[deep[0]]} numbered modules, as in nn.Sequential, and torch.fx can "
+            f"generate code for at most {_DEEPEST}; put the inner modules into one nn.Sequential, or assign them to "
+            "attributes with names"
         )
 
 
@@ -121,7 +122,9 @@ def require_inputs_fit(model: nn.Module, batch: Any) -> None:
     if leaves and all(isinstance(leaf, str) for leaf in leaves):
         raise CaptureError(f"the batch is text ({leaves[0]!r}); pass the output of the model's tokenizer or processor")
     if leaves and not any(isinstance(leaf, Tensor) or hasattr(leaf, "__array__") for leaf in leaves):
-        raise CaptureError(f"the batch holds no tensor, only {leaves[0]!r}; pass tensors, a batch of samples each")
+        raise CaptureError(
+            f"the batch contains no tensor, only {leaves[0]!r}; pass tensors whose first dimension counts samples"
+        )
     device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
@@ -159,7 +162,8 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
             raise
         raise CaptureError(
             f"input {', '.join(f'{name} is {dtype}' for name, dtype in mismatches)}, the model "
-            f"{', '.join(sorted(map(str, dtypes)))}, and it does not run on that ({error}); convert the batch first"
+            f"{', '.join(sorted(map(str, dtypes)))}, and the model fails on that dtype ({error}); convert the batch "
+            "first"
         ) from error
 
 
@@ -201,8 +205,9 @@ def _packed(error: Exception) -> str:
     if not any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
         return ""
     return (
-        "the sizes of a packed sequence depend on the lengths, which one graph cannot hold: give the recurrent layer "
-        "the padded batch, where later steps do not change earlier ones, and read each state at its last step"
+        "the sizes of a packed sequence depend on the lengths, which a single graph cannot represent: pass the padded "
+        "batch to the recurrent layer (later steps do not change earlier ones), and read each sequence's state at its "
+        "last step"
     )
 
 
@@ -211,8 +216,8 @@ def _too_deep(error: Exception) -> str:
     if not isinstance(error, RecursionError):
         return ""
     return (
-        f"its modules or inputs are nested deeper than {sys.getrecursionlimit()} calls of Python reach: call "
-        f"sys.setrecursionlimit({20 * sys.getrecursionlimit()}) first, or nest them less"
+        f"its modules or inputs are nested too deeply for Python's recursion limit of {sys.getrecursionlimit()}: call "
+        f"sys.setrecursionlimit({20 * sys.getrecursionlimit()}) first, or use fewer levels of nesting"
     )
 
 
@@ -296,8 +301,9 @@ def require_repeats(
     if changed := at_each or at_first:
         cause = f"its forward changes {', '.join(changed)} at {'each' if at_each else 'its first'} call"
     raise CaptureError(
-        f"{type(model).__name__} {effect}, because {cause}, and the graph would keep the state of the first call. Make "
-        "the state an input and an output of the model, as a tensor, or keep it fixed in eval mode"
+        f"{type(model).__name__} {effect}, because {cause}, and the captured graph would always use the state from the "
+        "first call. Make the state a tensor that the model takes as an input and returns as an output, or keep it "
+        "fixed in eval mode"
     )
 
 
@@ -403,10 +409,9 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
     single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
     return (
         f"dynamic_shapes does not fit {type(model).__name__}, whose inputs are {inputs}: "
-        f"{' '.join(details[:4] or lines[:1]) or type(error).__name__}\n"
-        f"{single}write one entry for every input, as {written}, with None for a fixed dimension; "
-        "Dim.AUTO allows the sizes that the model's code allows. Without dynamic_shapes batch and sequence vary as far "
-        "as they can"
+        f"{' '.join(details[:4] or lines[:1]) or type(error).__name__}\n{single}write one entry for every input, as "
+        f"{written}, with None for a fixed dimension; Dim.AUTO allows every size that the model's code supports. "
+        "Without dynamic_shapes, the batch and sequence sizes vary as far as the code allows"
     )
 
 
@@ -427,19 +432,19 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
                 way = ": model.set_experts_implementation('grouped_mm')"
             else:
                 way = (
-                    ", and transformers offers no other code for this class: replace them with a module that "
-                    "multiplies all experts at once, or quantize the submodules on either side"
+                    ", and transformers has no other implementation for this class: replace the experts with a module "
+                    "that multiplies all of them at once, or quantize the submodules on either side"
                 )
-            return f"experts are called one by one, as the data demands{way}"
+            return f"experts are called one by one, depending on the data, which a single graph cannot represent{way}"
         return (
-            "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where "
-            "there, or quantize the submodules on either side"
+            "Python control flow depends on the values of a tensor, which a single graph cannot represent: use "
+            "torch.where there, or quantize the submodules before and after that code"
         )
     if "dynamic" in message and ("constraint" in message.lower() or "specializ" in message):
         return "a dimension cannot vary as requested: pass `dynamic_shapes` that leave it fixed (see torch.export)"
     if "unhashable type" in message and "SymInt" in message:
         return (
-            "a table is looked up by a size, which varies in the graph: look it up by int(size), or pass "
+            "a dictionary is indexed by a size, which varies in the graph: index it by int(size), or pass "
             "`dynamic_shapes` that leave the size fixed (see torch.export)"
         )
     return (
@@ -467,15 +472,18 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
 
 def warn_of_fixed(name: str, size: int, where: str = "", dim: int = 0) -> None:
     """Warn that the model's code fixes a dimension of an input; `where` names the line."""
-    cause = "A comparison with a number, a table, or a size of 1 in the example does that"
+    cause = (
+        "Likely causes: the code compares the size with a number, uses it to index a table, or the example has "
+        "size 1 there"
+    )
     if not dim:
         cause = (
-            "A loop over the samples or a comparison with a number does that: write it for all samples at once if "
-            "batches of other sizes are to run"
+            "Likely causes: the code loops over the samples, or compares the size with a number; to run batches of "
+            "other sizes, compute all samples at once"
         )
     warn(
         f"the model fixes dimension {dim} of input {name} at {size}, the size in the example{where}; other sizes will "
-        f"be refused. {cause}"
+        f"raise an error. {cause}"
     )
 
 

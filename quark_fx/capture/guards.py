@@ -69,7 +69,10 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
             if holds:
                 conditions.setdefault(condition.text, condition)
             else:
-                warn(f"the model's code compares sizes at {place}: {text}; inputs are not checked for that")
+                warn(
+                    f"the model's code compares sizes at {place}: {text}; quark_fx does not check that later inputs "
+                    "satisfy this condition"
+                )
     return tuple(conditions.values())
 
 

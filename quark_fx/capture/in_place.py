@@ -191,8 +191,8 @@ class _Walk:
         if writes and not self._fills(root, target, node) and self._is_read(root):
             raise CaptureError(
                 f"{describe(node)} overwrites the parameter or buffer {root.target}, so each call depends on earlier "
-                "ones, and a captured graph keeps no state: compute the new value without `_` and `+=` "
-                "(seen = self.seen + 1), or take the state as an argument and return it"
+                "ones, but a captured graph keeps no state: compute the new value without in-place operators (seen = "
+                "self.seen + 1), or make the state an argument of the model and return the new state"
             )
         self.sources[node] = target
         if renames:

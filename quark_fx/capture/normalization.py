@@ -91,12 +91,13 @@ def normalize(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
 
 
 _REGIONS = {
-    "wrap_with_autocast": "a part of the model runs under torch.autocast: remove it from forward, and convert the "
+    "wrap_with_autocast": "a part of the model runs under torch.autocast: remove that from forward, and convert the "
     "model (model.to(torch.bfloat16)) or let it compute in float32",
-    "wrap_with_set_grad_enabled": "a part of the model switches gradients on: remove that from forward",
+    "wrap_with_set_grad_enabled": "a part of the model turns gradients on: remove that call from forward",
     "cond": "one graph holds both branches of torch.cond as functions: compute both and choose with torch.where, or "
     "quantize the branches as separate models",
-    "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
+    "flex_attention": "flex_attention takes a Python function as an argument: load the model with "
+    "attn_implementation='sdpa'",
 }
 """Advice for operators that contain graphs, keyed by operator name."""
 
@@ -106,9 +107,9 @@ def _require_operators(program: ExportedProgram) -> None:
     nodes = [n for n in program.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
     if nodes:
         names = dict.fromkeys(str(node.target).rpartition(".")[2] for node in nodes)
-        other = "rewrite it without loops and branches over tensors, or quantize the modules around it"
+        other = "rewrite that code without control flow over tensors, or quantize the modules around it separately"
         raise CaptureError(
-            "no pass looks into a graph within the graph:\n"
+            "the captured graph contains nested graphs, which passes cannot rewrite:\n"
             + "\n".join(f"  {node.target} at %{node.name} ({source_line(node)})" for node in nodes)
             + "".join(f"\n{_REGIONS.get(name, other)}" for name in names)
         )
@@ -157,8 +158,8 @@ def _functional_module(program: ExportedProgram) -> GraphModule:
     if mutated:
         raise CaptureError(
             f"the model writes to its buffer(s) {', '.join(str(name) for name in mutated[:3])} during forward; a "
-            "quantized graph is a function of its inputs: pass that state as an input and return it (a functional "
-            "cache), or disable it"
+            "quantized graph is a function of its inputs: make that state an input and an output of the model (a "
+            "functional cache), or disable it"
         )
     try:
         return _module(program)
@@ -168,7 +169,8 @@ def _functional_module(program: ExportedProgram) -> GraphModule:
         return _module(program.run_decompositions({}))
     except Declined as declined:
         raise CaptureError(
-            f"{declined.reason} has no functional form; replace it by an out-of-place operator"
+            f"{declined.reason} has no out-of-place form; replace this operator in the model's code with an "
+            "out-of-place one"
         ) from None
 
 
@@ -278,7 +280,9 @@ def _drop_no_ops(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
         elif name in _DROPOUTS:
-            raise CaptureError(f"{describe(node)} drops values though the model is in eval mode; pass training=False")
+            raise CaptureError(
+                f"{describe(node)} applies dropout although the model is in eval mode; pass training=False to it"
+            )
         elif name in _CASTS:
             value = node.meta["val"]
             node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)

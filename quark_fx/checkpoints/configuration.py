@@ -39,10 +39,10 @@ def read_configuration(directory: Path) -> dict[str, Any]:
     for key, value in entries(config):
         # transformers fetches kernels, which are code, for "owner/name".
         if "_implementation" in key and isinstance(value, str) and "/" in value:
-            raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")
+            raise CheckpointError(f"{file} asks transformers to fetch code: {value}; remove {key}")
     if files := config.get("configuration_files"):
         raise CheckpointError(
-            f"{file} leaves the configuration to {files}; replace it with the file for your version of transformers"
+            f"{file} refers to {files} for the configuration; replace it with the file for your transformers version"
         )
     if _on_load(config.get("quantization_config")):
         del config["quantization_config"]  # otherwise, transformers would quantize the float weights
@@ -106,7 +106,7 @@ def require_no_weights(directory: Path) -> None:
         earlier = ""
     if not earlier:
         raise CheckpointError(
-            f"{directory} holds {names[0]}, which would be lost and which no config.json there marks as quantized; "
+            f"{directory} holds {names[0]}, which would be lost, and no config.json there marks it as quantized; "
             "choose another directory"
         )
 

@@ -170,13 +170,13 @@ class DecodedFiles:
         method = str(quantization.get("quant_method")) if key and isinstance(quantization, dict) else ""
         if key and method not in _MATRICES:
             raise CheckpointError(
-                f"{files.path} is quantized by {brief(method)} (config.json says in {key}), which quark_fx does not "
-                f"decode (it decodes {_DECODED}); pass the float checkpoint that it was made from, or load it with "
-                "transformers (dequantize=True, where its configuration has that), and store it with save_pretrained"
+                f"{files.path} is quantized by {brief(method)} ({key} in config.json), which quark_fx does not decode "
+                f"(supported: {_DECODED}); pass the original float checkpoint, or load this one with transformers "
+                "(dequantize=True, if its configuration has this option) and store it with save_pretrained"
             )
         if is_rotated(config):
             raise CheckpointError(
-                f"{files.path} rotates activations, so its weights are rotated; pass the float source"
+                f"{files.path} rotates activations, so its weights are rotated; pass the original float checkpoint"
             )
         headers = files.headers
         dtype = _NAMES.get(str(config.get("dtype", config.get("torch_dtype"))), "BF16")
@@ -209,8 +209,8 @@ class DecodedFiles:
             codes += [n for n, t in tensors.items() if n.endswith(_EXPONENTS) and t.dtype == "U8"]
         if codes:
             raise CheckpointError(
-                f"{files.path} holds codes without scales, scales without codes, or no configuration of them: "
-                f"{some_of(codes)}; decoded are {_DECODED}; fetch the files again, or pass the float checkpoint"
+                f"{files.path} holds codes without scales, scales without codes, or no configuration for them: "
+                f"{some_of(codes)}; supported are {_DECODED}; fetch the files again, or pass the float checkpoint"
             )
         if method and not any(tensor.form for tensor in tensors.values()):
             raise CheckpointError(
@@ -280,7 +280,7 @@ class DecodedFiles:
                             stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self.files.path} is decoded to {folder.parent}, which failed: {error}; make room there, or pass "
+                    f"decoding {self.files.path} to {folder.parent} failed: {error}; make room there, or pass "
                     "another directory as scratch"
                 ) from error
             files |= dict.fromkeys(names, file)
@@ -352,7 +352,8 @@ class _Source:
             bits, block = int(weights["num_bits"]), weights.get("block_structure")
             if form not in _FORMS or not 1 <= bits <= 8:
                 raise CheckpointError(
-                    f"{layer} has {bits} bits in {brief(form)}, which is not decoded; pass the float source"
+                    f"{layer} has {bits} bits in {brief(form)}, which quark_fx does not decode; pass the original "
+                    "float checkpoint"
                 )
             if "weight_shape" in parts:
                 rows, columns = self.files.tensor(parts["weight_shape"]).tolist()
@@ -384,7 +385,7 @@ class _Source:
             raise CheckpointError(
                 f"{layer} has ModelOpt codes of type {kind} with scales of type {scale}"
                 + " and scales of its inputs" * ("pre_quant_scale" in leaves)
-                + ", which quark_fx does not decode; pass the float source"
+                + ", which quark_fx does not decode; pass the original float checkpoint"
             )
         return _MODELOPT[kind, scale]
 
@@ -404,8 +405,8 @@ class _Source:
         method, widths = _WORDS.get(form, ("", ()))
         if method != self.method or bits not in widths:
             raise CheckpointError(
-                f"{layer} has {bits} bits in the layout {brief(form)} of {self.method}, which is not decoded; pass the "
-                "float source"
+                f"{layer} has {bits} bits in the layout {brief(form)} of {self.method}, which quark_fx does not "
+                "decode; pass the original float checkpoint"
             )
         headers = self.files.headers
         parts = {leaf: leaves[leaf] for leaf in ("qweight", "qzeros", "scales")}
@@ -445,7 +446,7 @@ class _Source:
     ) -> DecodedTensor:
         headers = {leaf: self.files.headers[name] for leaf, name in parts.items()}
         if wrong := [f"{parts[leaf]} of {kind}" for leaf, (kind, _) in headers.items() if kind not in _KINDS[leaf]]:
-            raise ValueError(f"no codes or scales have the dtypes of {some_of(wrong)}")
+            raise ValueError(f"codes or scales have unexpected dtypes: {some_of(wrong)}")
         return DecodedTensor(
             shape, self.dtype, parts, sum(stored_bytes(*h) for h in headers.values()), form, bits, block
         )
@@ -520,7 +521,7 @@ def _matrix(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Callable[[sli
     place = parts.get("g_idx", parts.get("weight_g_idx"))
     column = torch.arange(columns) // wide if place is None else place.long()
     if column.shape != (columns,) or bool((column < 0).any()) or bool((column >= scale.shape[1]).any()):
-        raise ValueError(f"its g_idx names other groups than the {scale.shape[1]} of {columns} inputs")
+        raise ValueError(f"its g_idx does not assign its {columns} inputs to its {scale.shape[1]} groups")
 
     def decode(some: slice) -> Tensor:
         part = _codes(tensor, parts, some, columns)

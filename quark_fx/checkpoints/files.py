@@ -116,11 +116,11 @@ class CheckpointFiles:
             model: Name of the model's class.
         """
         if self.path.is_file():
-            remedy = f"if it is one file of several, pass the directory of all, {self.directory}"
+            remedy = f"if the checkpoint has several files, pass their directory, {self.directory}"
         elif (self.path / _WHOLE).exists() and (self.path / _INDEX).exists():
-            remedy = f"{_WHOLE} hides {_INDEX}: remove the file that does not belong to this checkpoint"
+            remedy = f"{_WHOLE} was read instead of {_INDEX}: remove the one that does not belong to this checkpoint"
         else:
-            remedy = "fetch its files again, or pass the checkpoint of this very model"
+            remedy = "fetch its files again, or pass a checkpoint of this model"
         return CheckpointError(
             f"{self.path} lacks {len(missing)} of the {total} tensors of {model}: {some_of(missing)}; {remedy}"
         )
@@ -280,7 +280,7 @@ def _indexed(directory: Path) -> dict[str, Path]:
         expected = {name for name, file in named.items() if file == shard}
         if missing := sorted(expected - names):
             raise CheckpointError(
-                f"{directory / shard} lacks {some_of(missing)}, which the index says it holds; fetch the shard again"
+                f"{directory / shard} lacks {some_of(missing)}, which the index lists for it; fetch the shard again"
             )
         _add(files, names, directory / shard)
     if unlisted := sorted(set(files) - set(named)):
@@ -303,7 +303,7 @@ def _names(file: Path) -> set[str]:
         with file.open("rb"):  # safetensors reports a file without read permission as missing
             pass
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; allow that, or copy it") from error
+        raise CheckpointError(f"{file} cannot be read: {error}; change its permissions, or copy it") from error
     try:
         with safe_open(file, "pt") as stored:
             return set(stored.keys())

@@ -215,8 +215,8 @@ def _parameters_on_meta() -> Iterator[None]:
 def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
     if names:
         warn(
-            f"{files.path} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; is it "
-            "the checkpoint of this very model?"
+            f"{files.path} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; check that "
+            "it is a checkpoint of this model"
         )
 
 
@@ -345,7 +345,7 @@ def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
     for key, value in entries(config):
         if "layer" in key.rpartition(".")[2] and isinstance(value, int) and value > most:
             raise CheckpointError(
-                f"config.json asks for {key}={brief(value)}, and the checkpoint has {tensors} tensors; correct it there"
+                f"config.json asks for {key}={brief(value)}, but the checkpoint has {tensors} tensors; correct {key}"
             )
 
     def count(*_: object) -> None:
@@ -353,8 +353,8 @@ def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
         created += threading.get_ident() == thread
         if created > most:
             raise CheckpointError(
-                f"config.json describes more than {most} modules and parameters, and the checkpoint has {tensors} "
-                "tensors; correct the number of layers there"
+                f"config.json describes more than {most} modules and parameters, but the checkpoint has {tensors} "
+                "tensors; correct the number of layers in config.json"
             )
 
     hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
@@ -429,7 +429,7 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
         if tensor.shape != old.shape:
             raise CheckpointError(
                 f"the checkpoint holds {name} with shape {tuple(tensor.shape)}, and {type(model).__name__} expects "
-                f"{tuple(old.shape)}; pass the checkpoint of this very model"
+                f"{tuple(old.shape)}; pass a checkpoint of this model"
             )
         if old.is_floating_point() and tensor.dtype != old.dtype and not is_float(tensor.dtype):
             raise _codes(name, str(tensor.dtype).removeprefix("torch."), model)

@@ -77,6 +77,6 @@ def _evaluation(task: Task, reading: Reading, model_subject: Subject, reference:
         return LanguageModeling(named, reference)
     if reference is None:
         raise CalibrationError(
-            "the cosine compares vectors with the float model's: give the float model as --reference"
+            "the cosine metric compares vectors with those of the float model: pass the float model as --reference"
         )
     return Embedding(batches, reference)

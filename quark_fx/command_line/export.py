@@ -43,7 +43,9 @@ def export(
     original = None
     if any(one.kind in ("checkpoint", "GGUF") for one in outputs):
         if float_model is None:
-            raise ExportError("a checkpoint takes its class from the float model: give it as --float DIRECTORY")
+            raise ExportError(
+                "exporting a checkpoint or GGUF file requires the float model: pass it as --float DIRECTORY"
+            )
         source = float_subject(float_model)
         original = qfx.open_checkpoint(source.model) if isinstance(source.model, Path) else source.model
     tokenizer_to_write = find_tokenizer(Reading(tokenizer=tokenizer), quantized)

@@ -136,7 +136,7 @@ class ConfigOptions:
             ConfigError: If a preset is unknown, or a file cannot be read or contradicts itself.
         """
         if (self.preset is None) == (self.config is None):
-            raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
+            raise typer.BadParameter("pass either --preset NAME or --config FILE")
         chosen = preset(self.preset) if self.preset is not None else QuantConfig.from_yaml(self.config or Path())
         chosen = chosen.replace(**self.changes)
         return chosen.replace(exclude=(*chosen.exclude, *self.exclude)) if self.exclude else chosen

@@ -74,14 +74,18 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
         if kind is None:
             raise unknown("format", name, format_names, error=typer.BadParameter)
         if kind in chosen:
-            raise typer.BadParameter(f"{chosen[kind]} and {name} are both formats of {kind}; give one a call")
+            raise typer.BadParameter(f"{chosen[kind]} and {name} are both formats of {kind}; pass one of them per call")
         chosen[kind] = name
     outputs = [_output(path, chosen) for path in paths]
     if twice := [path for path, count in Counter(path.absolute() for path in paths).items() if count > 1]:
-        raise typer.BadParameter(f"{twice[0]} is given as --output twice; give each output a different path")
+        raise typer.BadParameter(f"{twice[0]} is passed as --output twice; use a different path for each output")
     if unused := [name for kind, name in chosen.items() if kind not in {output.kind for output in outputs}]:
-        hint = "name a file that ends with .onnx" if unused[0] in _FORMATS["ONNX"] else "name a directory"
-        raise typer.BadParameter(f"no output can have the format {', '.join(unused)}; {hint}")
+        hint = (
+            "add an --output file that ends with .onnx"
+            if unused[0] in _FORMATS["ONNX"]
+            else "add an --output directory"
+        )
+        raise typer.BadParameter(f"no output can be written in the format {', '.join(unused)}; {hint}")
     return outputs
 
 
@@ -95,7 +99,7 @@ def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) 
     if opset is None:
         return
     if all(output.kind != "ONNX" for output in outputs):
-        raise typer.BadParameter("--opset applies only to ONNX files; name a file that ends with .onnx")
+        raise typer.BadParameter("--opset applies only to ONNX files; add an --output file that ends with .onnx")
     from quark_fx.export.to_onnx.opset import require_known
 
     require_known(opset, target)
@@ -127,12 +131,14 @@ def require_room_for(output: Output) -> None:
     path, directory = output.path, output.kind in ("checkpoint", "saved")
     require_possible(path)
     if directory and path.exists() and not path.is_dir():
-        raise ExportError(f"{path} is a file, and the output a directory; choose another name, or one that ends .onnx")
+        raise ExportError(
+            f"{path} is a file, but this output is a directory; choose another name, or one that ends with .onnx"
+        )
     if not directory:
         require_file_place(path)
     other = {"checkpoint": GRAPH_FILE, "saved": "config.json"}.get(output.kind)
     if other is not None and (path / other).exists():
-        raise ExportError(f"{path} holds {other}, which is of another kind of model; choose another directory")
+        raise ExportError(f"{path} holds {other}, which belongs to another kind of model; choose another directory")
     if output.kind == "checkpoint":
         require_no_weights(path)
     require_writable(path)

@@ -85,7 +85,10 @@ def quantize(
     chosen = options.chosen()
     outputs = outputs_of(output, format or [])
     if stream and [o.kind for o in outputs] != ["saved"]:
-        raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
+        raise typer.BadParameter(
+            "--stream can only write a directory that quark_fx loads again; pass one directory as --output, without a "
+            "checkpoint format"
+        )
     for one in outputs:
         require_room_for(one)
     if html is not None:
@@ -138,8 +141,8 @@ def _require_quantized(report: Report) -> None:
     if not report.totals["quantized"]:
         reasons = ", ".join(sorted({row.reason for row in report})[:3]) or "none of them has weights"
         raise ConfigError(
-            f"nothing was quantized: all {len(report)} operators stay in float ({reasons}); change --exclude, or the "
-            "configuration, and see --dry-run"
+            f"nothing was quantized: all {len(report)} operators stay in float ({reasons}); change --exclude or the "
+            "configuration, and check the plan with --dry-run"
         )
 
 
@@ -197,7 +200,9 @@ def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
     if dtype is None:
         return source.model
     if not isinstance(source.model, Path):
-        raise typer.BadParameter("--dtype says how a checkpoint is read; return the module in that dtype instead")
+        raise typer.BadParameter(
+            "--dtype applies only to checkpoints; have your function return the module in that dtype instead"
+        )
     return qfx.open_checkpoint(source.model, dtype=getattr(torch, dtype), scratch=scratch)
 
 

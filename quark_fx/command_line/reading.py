@@ -49,11 +49,11 @@ def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any
     example = subject.example if subject.example is not None else subject.made_up()
     if example is None or (subject.example is None and needed):
         raise CalibrationError(
-            f"{'this configuration needs' if needed else 'capturing the model needs'} data: give --data, a text "
+            f"{'this configuration needs' if needed else 'capturing the model needs'} data: pass --data with a text "
             "file, a folder of images, or a .npy, .npz or .safetensors file"
         )
     if needed:
-        warn(f"no --data: calibrating on the example batch of {subject.name} alone; give real inputs with --data")
+        warn(f"no --data: calibrating only on the example batch of {subject.name}; pass real inputs with --data")
     return list(example) if isinstance(example, list) else [example]
 
 
@@ -67,11 +67,16 @@ def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Te
     if path.is_dir():
         return labeled_images(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
     if path.suffix not in ARRAY_SUFFIXES:
-        raise CalibrationError(f"{path} holds no labels; give images in a folder for each class, or arrays")
+        raise CalibrationError(
+            f"{path} has no labels; pass a folder of images with one subfolder per class, or a file of arrays with "
+            "`labels`"
+        )
     batches = [_apart(b) for b in read_arrays(path, count=reading.samples, batch_size=reading.batch_size)]
     pairs = [(inputs, labels) for inputs, labels in batches if labels is not None]
     if not pairs:
-        raise CalibrationError(f"{path} holds no array called `labels`; store the classes under that name")
+        raise CalibrationError(
+            f"{path} contains no array called `labels`; store the class of each sample under that name"
+        )
     return pairs
 
 
@@ -100,7 +105,7 @@ def find_tokenizer(reading: Reading, subject: Subject) -> Any:
     folder = reading.tokenizer or subject.folder
     if folder is None or not has_tokenizer(folder):
         if reading.tokenizer is not None:
-            raise CalibrationError(f"{folder} holds no tokenizer; give the directory of tokenizer.json")
+            raise CalibrationError(f"{folder} contains no tokenizer; pass the directory that contains tokenizer.json")
         if subject.gguf is not None:
             return _pretrained("AutoTokenizer", subject.gguf.parent, gguf_file=subject.gguf.name)
         return None
@@ -149,14 +154,16 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
     tokenizer = find_tokenizer(reading, subject)
     if tokenizer is None:
         raise CalibrationError(
-            f"{path} is text, and a tokenizer is missing{f' in {subject.folder}' if subject.folder else ''}; give "
-            "--tokenizer DIRECTORY, or token ids as an array `input_ids` of an .npz file"
+            f"{path} is text, but no tokenizer was found{f' in {subject.folder}' if subject.folder else ''}; pass "
+            "--tokenizer DIRECTORY, or token ids as an array `input_ids` in an .npz file"
         )
     text: Any
     try:
         text = read_text(path)
     except CalibrationError as error:
-        error.add_note(f"Other data is a folder of images or a file that ends with {', '.join(ARRAY_SUFFIXES)}.")
+        error.add_note(
+            f"Data that is not text must be a folder of images or a file that ends with {', '.join(ARRAY_SUFFIXES)}."
+        )
         raise
     options: dict[str, Any] = {
         "length": min(reading.length, subject.longest or reading.length),
@@ -166,7 +173,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
     lines = subject.reads_lines if reading.lines is None else reading.lines
     if not isinstance(text, str) and not isinstance(text[0], str):
         if lines:
-            raise CalibrationError(f"{path} holds conversations, not lines of text; pass --windows")
+            raise CalibrationError(f"{path} contains conversations, not lines of text; pass --windows")
         return chat_windows(text, tokenizer, **options)
     if not lines:
         return text_windows(text, tokenizer, **options)
@@ -210,5 +217,5 @@ def _pretrained(kind: str, folder: Path, **options: Any) -> Any:
     except Exception as error:  # transformers may raise any error for its files
         hint = "; give --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
         raise CalibrationError(
-            f"transformers cannot read the description of inputs in {place}: {error}{hint}"
+            f"transformers cannot read the tokenizer or processor in {place}: {error}{hint}"
         ) from error

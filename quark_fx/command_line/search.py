@@ -45,7 +45,7 @@ def search(
 ) -> None:
     """Choose a format for each operator to minimize the error under a budget."""
     if [bits, size, latency, error].count(None) != 3:
-        raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB, --latency 0.6 or --error 0.01")
+        raise typer.BadParameter("pass exactly one budget: --bits 4.5, --size 60MiB, --latency 0.6 or --error 0.01")
     for place in filter(None, (html, output)):
         require_file_place(place)
     budget = qfx.Budget(bits=bits, size=size, latency=_number(latency), error=error, output=size_of)

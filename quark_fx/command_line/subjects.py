@@ -107,12 +107,12 @@ def float_subject(name: str) -> Subject:
     path = Path(name)
     if path.suffix in (".onnx", ".gguf") or os.path.exists(path / GRAPH_FILE):
         raise ConfigError(
-            f"{name} is not a float model of PyTorch; give the directory of a checkpoint, or a function as "
+            f"{name} is not a PyTorch float model; pass the directory of a checkpoint, or a function as "
             "package.module:name"
         )
     if not os.path.exists(path):  # Path.exists raises an error for names that are too long
         raise CheckpointError(
-            f"{name} does not exist; give the directory of a checkpoint, or a function as package.module:name"
+            f"{name} does not exist; pass the directory of a checkpoint, or a function as package.module:name"
         )
     config = read_configuration(path if path.is_dir() else path.parent)
     return Subject(name=name, model=path, folder=path, config=config)
@@ -162,7 +162,9 @@ def _made(name: str) -> Subject:
         try:
             inspect.signature(factory).bind()
         except TypeError as error:
-            raise ConfigError(f"{name} is called without arguments: {error}; give each a default") from error
+            raise ConfigError(
+                f"{name} must be callable without arguments: {error}; add a default to each parameter"
+            ) from error
         except ValueError:  # a C function without a signature
             pass
         try:
@@ -180,7 +182,7 @@ def _made(name: str) -> Subject:
 def _imported(name: str) -> ModuleType:
     if name.endswith(".py"):
         raise ConfigError(
-            f"{name} is a file; a factory is package.module:name, such as {name.removesuffix('.py')}:name"
+            f"{name} is a file; write the function as package.module:name, such as {name.removesuffix('.py')}:name"
         )
     if (directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, directory)
@@ -189,7 +191,8 @@ def _imported(name: str) -> ModuleType:
     except Exception as error:  # an error of the user's code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"module {error.name!r} is neither in {directory} nor installed; a factory is package.module:name"
+                f"module {error.name!r} is neither in {directory} nor installed; write the function as "
+                "package.module:name"
             ) from error
         raise ConfigError(f"importing {name} raised {_described(error)}") from error
 

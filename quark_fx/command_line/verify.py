@@ -76,18 +76,20 @@ def verify(
         if not verification.comparable:
             why = verification.verdict
         elif verification.unrelated:
-            why = "its outputs do not resemble the outputs of torch: is it the file of this model?"
+            why = "its outputs do not resemble the outputs of torch: check that the file was exported from this model"
         elif verification.decode_steps:
             why = (
                 f"the first above the limit is {next(d.name for d in verification.differences if not d.steps <= limit)}"
             )
         elif verification.runtime == "onnxruntime" and not per_node:
             why = (
-                "--per-node shows where that comes from (a value between two codes may be rounded either way, and a "
-                "deep network carries that on)"
+                "pass --per-node to see where the difference starts (a value halfway between two codes may be rounded "
+                "either way, and the difference can grow in a deep network)"
             )
         else:
-            why = "a value between two codes may be rounded either way, and a deep network carries that on"
+            why = (
+                "a value halfway between codes may be rounded either way, and the difference can grow in a deep network"
+            )
         raise ExportError(
             f"{file} in {verification.runtime} is {verification.max_steps:.3g} quantization steps from {model}, more "
             f"than {limit:g}; {why}"

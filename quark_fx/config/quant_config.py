@@ -142,9 +142,13 @@ class QuantConfig:
         for override in (None, *self.overrides):
             self._check(self._apply(override) if override else self._specs(), override)
         if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):
-            raise ConfigError("a bias is static and per tensor (INT32 follows the weight's channels by itself)")
+            raise ConfigError(
+                "a bias is static and per tensor (an INT32 bias follows the weight's channels automatically)"
+            )
         if self.bias is not None and (self.input is None or self.input.dynamic or self.input.is_cast):
-            raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
+            raise ConfigError(
+                "an integer bias requires statically quantized inputs; set `input` to a static spec, or bias=None"
+            )
         if self.bias is not None and self.bias.format == INT32 and self.bias != TensorSpec(format=INT32):
             raise ConfigError("an INT32 bias takes its scale from input and weight; drop its other options")
         for p in self.passes:
@@ -169,7 +173,8 @@ class QuantConfig:
         for wrong, message in (
             (
                 weight is not None and weight.dynamic,
-                "weights are known beforehand; drop dynamic=True from `weight`",
+                "weights cannot be dynamic, because they are known before the model runs; drop dynamic=True from "
+                "`weight`",
             ),
             (
                 any(s.granularity is Granularity.HEAD for s in (weight, *read) if s is not None),
@@ -185,25 +190,28 @@ class QuantConfig:
             ),
             (
                 any(s.observer and s.observer.weights_only for s in activations),
-                "an activation's observer sees one batch after the other; this one is for weights",
+                "this observer works only for weights; choose another one for activations, which are observed batch by "
+                "batch",
             ),
             (
                 any(s.symmetry is Symmetry.SIGN_AWARE for s in activations),
-                "symmetry='sign_aware' is for weights; activations change too much for a sign to be known",
+                "symmetry='sign_aware' is only for weights, because the sign of an activation is not known in advance",
             ),
             (
                 output is not None and input is None,
-                "`output` without `input`: no kernel has only its output in integers; set `input`, or output=None",
+                "`output` is set without `input`, but no kernel has integers only at its output; set `input`, or "
+                "output=None",
             ),
             (
                 any(s.reduce_range for s in activations),
-                "reduce_range is for weights; it keeps the sums of their products with activations from saturating",
+                "reduce_range is only for weights (it keeps sums of products from saturating); drop it from "
+                "activations",
             ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
                 cache is not None and cache.dynamic and cache.granularity is Granularity.TENSOR,
-                "a dynamic range per tensor changes with every token, and with it the tokens that the cache already "
-                "holds; set granularity='token' on `kv_cache`, or drop dynamic=True",
+                "a dynamic per-tensor range changes with every token, which would change the tokens already in the "
+                "cache; set granularity='token' on `kv_cache`, or drop dynamic=True",
             ),
         ):
             if wrong:
@@ -235,7 +243,9 @@ class QuantConfig:
         if pattern is None:
             return ""
         overruled = [o.pattern for o in self.overrides if o.quantizes and matches(o.pattern, name, *kinds)]
-        return f"excluded by {pattern!r}" + (f", which wins over the override {overruled[-1]!r}" if overruled else "")
+        return f"excluded by {pattern!r}" + (
+            f", which takes precedence over override {overruled[-1]!r}" if overruled else ""
+        )
 
     @property
     def patterns(self) -> tuple[str, ...]:

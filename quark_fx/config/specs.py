@@ -78,7 +78,9 @@ class TensorSpec:
     def __post_init__(self) -> None:
         cast = self.is_cast
         if as_format(str(self.format)) != self.format:
-            raise ConfigError(f"format {self.format} is not registered: call quark_fx.formats.register_format on it")
+            raise ConfigError(
+                f"format {self.format} is not registered: call quark_fx.formats.register_format with it first"
+            )
         object.__setattr__(self, "symmetry", self.scheme.symmetry)
         object.__setattr__(self, "observer", self.new_observer)
         OBSERVERS.name_of(self.observer)  # raises an error if two observers have the same name
@@ -94,7 +96,7 @@ class TensorSpec:
             ),
             (
                 self.group_rows > 1 and (self.scale.group_size is not None or self.symmetry is Symmetry.OFFSET),
-                "blocks of several rows have neither scales in groups nor offsets; drop `group_rows`",
+                "blocks of several rows do not support scales in groups or offsets; drop `group_rows`",
             ),
             (
                 self.scale == FLOAT20,
@@ -102,11 +104,11 @@ class TensorSpec:
             ),
             (
                 self.scale.format is not None and self.granularity is not Granularity.GROUP,
-                f"scale='{self.scale}' is for scales of groups in a tensor; set granularity='group' and group_size",
+                f"scale='{self.scale}' quantizes the scales of groups; set granularity='group' and group_size",
             ),
             (
                 self.scale.multiples is not None and self.dynamic,
-                f"scale='{self.scale}' is for weights; use 'float32', or one of 8 bits such as 'e8m0_even'",
+                f"scale='{self.scale}' is for weights; use 'float32', or an 8-bit scale format such as 'e8m0_even'",
             ),
             (
                 self.symmetry is Symmetry.OFFSET and (self.format.signed or self.dynamic or not self.group_size),
@@ -114,11 +116,13 @@ class TensorSpec:
             ),
             (
                 self.symmetry is Symmetry.OFFSET and self.observer != MinMax(),
-                "offsets begin at the smallest value; drop the observer, or use a pass that fits them (FitScales)",
+                "offsets always start at the smallest value; drop the observer, or use a pass that fits offsets "
+                "(FitScales)",
             ),
             (
                 self.symmetry is Symmetry.OFFSET and not self.scale.has_offsets,
-                f"scale='{self.scale}' does not support offsets; use 'float16', scales in uint6, or another symmetry",
+                f"scale='{self.scale}' does not support offsets; use scale='float16', uint6 scales, or another "
+                "symmetry",
             ),
             (
                 self.scale.multiples is not None and self.symmetry is not self._symmetry_of_levels,
@@ -164,7 +168,7 @@ class TensorSpec:
             ),
             (
                 self.dynamic and self.scale != FLOAT32 and not self.scale.is_8_bit,
-                "a dynamic range needs float32 scales, or 8-bit scales such as 'e8m0_even'; drop scale",
+                "a dynamic range needs float32 scales, or 8-bit scales such as 'e8m0_even'; drop `scale`",
             ),
             (
                 not self.format.signed and self.format.bits > 16,
@@ -193,7 +197,7 @@ class TensorSpec:
             ),
             (
                 self.scale.is_8_bit and self.measures_a_share,
-                f"scale='{self.scale}' uses the whole range at run time; drop the observer",
+                f"scale='{self.scale}' always uses the full range at run time; drop the observer",
             ),
         ):
             if wrong:
@@ -321,7 +325,10 @@ def _with_scale(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if not earlier:
         return data
     if "scale" in data:
-        raise ConfigError(f"give scale or {earlier[0]}, not both; scale replaces scale_type and sub_group_size")
+        raise ConfigError(
+            f"pass either scale or {earlier[0]}, not both; scale replaces the older fields scale_type and "
+            "sub_group_size"
+        )
     values = dict(data)
     name, group, sub = values.pop("scale_type", "float32"), values.get("group_size"), values.pop("sub_group_size", None)
     if not isinstance(name, str):

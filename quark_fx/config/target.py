@@ -54,7 +54,7 @@ class Refusal:
             self.why.format(spec=TensorSpec(format=INT8))
         except (AttributeError, LookupError, ValueError) as error:
             raise ConfigError(
-                f"why={self.why!r} of a Refusal cannot be filled in: {error}; write it as {_WHY!r}"
+                f"why={self.why!r} of a Refusal is not a valid template: {error}; write it like {_WHY!r}"
             ) from None
 
 
@@ -142,8 +142,8 @@ class OnnxFiles:
         oldest, newest = self.opsets
         if not oldest <= self.opset <= newest:
             raise ConfigError(
-                f"opset={self.opset} of OnnxFiles is not within opsets={self.opsets}; opsets are the oldest and the "
-                "newest that the backend reads"
+                f"opset={self.opset} of OnnxFiles is outside of opsets={self.opsets}, the oldest and newest opset that "
+                "the backend reads; change one of them"
             )
 
 

@@ -297,7 +297,7 @@ def _taken(job: _Job) -> Iterator[set[int]]:
             )
         if not identity.is_file() and (free := shutil.disk_usage(folder).free) < needed:
             shutil.rmtree(folder)
-            raise ExportError(f"{output} needs {bytes_text(needed)}, and {bytes_text(free)} are free; make room")
+            raise ExportError(f"{output} needs {bytes_text(needed)}, but {bytes_text(free)} are free; make room")
         job.result.mkdir(exist_ok=True)
         identity.write_text(job.identity)
         log = folder / _DONE
@@ -328,8 +328,8 @@ def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress
                 future.result()
         except BrokenProcessPool as error:
             raise CheckpointError(
-                "a process of the conversion ended, perhaps for lack of memory; repeat the call with fewer processes: "
-                "it continues where this one stopped"
+                "a conversion process ended early, perhaps for lack of memory; repeat the call with fewer processes: "
+                "the conversion continues where it stopped"
             ) from error
         finally:
             (job.unfinished / _STOP).touch()  # tells processes not to begin another unit

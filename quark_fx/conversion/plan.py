@@ -137,7 +137,7 @@ def require_data_free(config: QuantConfig, name: str) -> None:
     """
     if why := _beyond_files(config):
         raise ConfigError(
-            f"scheme {name} {why}, and convert runs no model; quantize the model, or choose a preset without data, "
+            f"scheme {name} {why}, but convert does not run the model; use quantize, or choose a preset without data, "
             "such as fp8_block, fp8_dynamic, nvfp4a16, or w4a16"
         )
 
@@ -215,7 +215,7 @@ def plan(
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
     names = {name.removesuffix(_WEIGHT): kinds.get(name.removesuffix(_WEIGHT), ("experts",)) for name in source.tensors}
     if unused := [p for p in ignore if not any(_ignores(p, name, kind) for name, kind in names.items())]:
-        warn(f"no layer matches {', '.join(map(repr, unused))} of ignore")
+        warn(f"no layer matches {', '.join(map(repr, unused))} in ignore")
     reasons, errors = _reasons(kinds, role_of, specs, config, ignore), dict[str, str]()
     floats = {name: [other for other in group if other in reasons] for name, group in groups.items()}
     for name, group in groups.items():  # the kernel of a fused layer has one scheme
@@ -247,7 +247,7 @@ def plan(
     if not scheme_of:
         if not reasons:
             raise CheckpointError(
-                f"{source.files.path} holds {len(source.tensors)} tensors, and none is a matrix of floats called "
+                f"{source.files.path} holds {len(source.tensors)} tensors, but none is a float matrix called "
                 "*.weight; pass the directory of another checkpoint, or quantize the model with quark_fx.quantize"
             )
         why = "; ".join(sorted(set(reasons.values()))[:3])
@@ -271,8 +271,8 @@ def plan(
     counts = Counter(name for tensor in tensors for name in tensor.outputs)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise CheckpointError(
-            f"{source.files.path} holds {some_of(twice)}, which would also hold codes or scales of the result; add the "
-            "layer to ignore"
+            f"{source.files.path} already holds {some_of(twice)}, where the result would store codes or scales; add "
+            "the layer to ignore"
         )
     in_float = [name for name in reasons if role_of.get(name) != EMBEDDING]
     ignored = _left(in_float, scheme_of, source, config)
@@ -305,7 +305,7 @@ def _reasons(
     for name, layer_kinds in kinds.items():
         patterns = [pattern for pattern in ignore if _ignores(pattern, name, layer_kinds)]
         if name in role_of:
-            reasons[name] = f"{role_of[name]}, in float for servers"
+            reasons[name] = f"{role_of[name]}, which servers need in float"
         elif patterns:
             reasons[name] = f"ignored by {patterns[0]!r}"
         elif why := config.exclusion(name, *layer_kinds) or "no weight in the scheme" * (specs[name].weight is None):

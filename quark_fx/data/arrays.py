@@ -45,7 +45,8 @@ def read_arrays(
     if not tensors or not all(lengths.values()):
         empty = ", ".join(name for name, length in lengths.items() if not length)
         raise CalibrationError(
-            f"{path} holds no samples{f' in {empty}' if empty else ''}; the first dimension of an array counts samples"
+            f"{path} holds no samples{f' in {empty}' if empty else ''}; the first dimension of each array must be the "
+            "number of samples"
         )
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} {length}" for name, length in lengths.items())

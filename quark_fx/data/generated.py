@@ -43,14 +43,15 @@ def generated_windows(
     can = getattr(model, "can_generate", None)
     if config is None or can is None or not can() or config.is_encoder_decoder:
         raise CalibrationError(
-            f"a {type(model).__name__} does not continue text; pass a causal language model of transformers"
+            f"{type(model).__name__} cannot generate text; pass a causal language model of transformers"
         )
     if training := [name for name, module in model.named_modules() if module.training]:
         raise CalibrationError(
-            f"the {type(model).__name__} has modules in training mode, {training[0] or 'itself'} first; call eval()"
+            f"the {type(model).__name__} has modules in training mode, first {training[0] or 'the model itself'}; call "
+            "model.eval()"
         )
     if length > (longest := context_length(config) or length):
-        raise CalibrationError(f"length={length} is more than the {longest} positions that the model has")
+        raise CalibrationError(f"length={length} exceeds the {longest} positions of the model; choose a smaller length")
     config = config.get_text_config()
     begin = () if config.bos_token_id is None else (config.bos_token_id,)
     if length < len(begin) + 2 + _GREEDY:
@@ -84,7 +85,7 @@ def _continued(model: Any, tokens: Tensor, more: int, *, sample: bool) -> Tensor
     try:
         generated: Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=plain)
     except (RuntimeError, IndexError, ValueError) as error:  # errors of torch and transformers
-        raise CalibrationError(f"the {type(model).__name__} does not generate: {error}") from error
+        raise CalibrationError(f"the generate() method of {type(model).__name__} failed: {error}") from error
     finally:
         model.generation_config = settings
     return generated

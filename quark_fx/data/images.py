@@ -101,7 +101,9 @@ def labeled_images(
     directory = Path(directory)
     files = image_files(directory)
     if loose := [file for file in files if file.parent == directory]:
-        raise CalibrationError(f"{loose[0]} is not in the folder of a class; move the images of each class to a folder")
+        raise CalibrationError(
+            f"{loose[0]} is not in a subfolder for a class; move the images of each class to a subfolder of their own"
+        )
     classes = [file.relative_to(directory).parts[0] for file in files]
     names = sorted(set(classes))
     numbered = all(name.isdecimal() for name in names) and len(names) == len(set(map(int, names)))  # 1 equals 01
@@ -109,8 +111,8 @@ def labeled_images(
     visible = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     if (empty := sorted(visible - label.keys())) and not numbered:
         warn(
-            f"{', '.join(empty[:3])} in {directory} hold no images and do not count as classes; the labels of later "
-            "classes may differ from the labels in training: compare class_to_idx of the result"
+            f"{', '.join(empty[:3])} in {directory} contain no images and are skipped as classes, so the labels of "
+            "later classes may differ from those in training: compare class_to_idx of the result"
         )
     labels = torch.tensor([label[name] for name in spread(classes, count)], dtype=torch.int64)
     batches = image_folder(directory, count=count, batch_size=batch_size, **options)
@@ -126,8 +128,8 @@ class _Prepare:
     def __init__(self, size: int | None, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         if len(mean) != len(std) or len(mean) not in (1, 3) or not all(std):
             raise CalibrationError(
-                f"mean has {len(mean)} numbers and std {len(std)}; give three each, for red, green and blue, or one "
-                "for gray; std must not be 0"
+                f"mean has {len(mean)} numbers and std {len(std)}; pass three numbers each, for red, green, and blue, "
+                "or one for gray; std must not be 0"
             )
         self.size, self.mode = size, "L" if len(mean) == 1 else "RGB"
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (mean, std))
@@ -140,16 +142,16 @@ class _Prepare:
             if tuple(tensor.shape) != self.first:
                 height, width = self.first[1:]
                 raise CalibrationError(
-                    f"{image.filename} has {image.width} x {image.height} pixels, the images before it {width} x "
-                    f"{height}; give a common size (size=, on the command line --image-size)"
+                    f"{image.filename} has {image.width} x {image.height} pixels, but the images before it have "
+                    f"{width} x {height}; set a common size (size=, or --image-size on the command line)"
                 )
         return torch.stack(tensors)
 
     def _tensor(self, image: Any) -> Tensor:
         if image.mode[0] in "IF":
             raise CalibrationError(
-                f"{image.filename} has more than 8 bits per value ({image.mode}), which conversion would lose; store "
-                "inputs of the model in a .npy file instead"
+                f"{image.filename} has more than 8 bits per value ({image.mode}), which conversion to 8 bits would "
+                "lose; store the model's inputs in a .npy file instead"
             )
         if image.has_transparency_data:
             image = _opaque(image)
@@ -188,8 +190,8 @@ def _opaque(image: Any) -> Any:
     whole = image.convert("RGBA")
     if whole.getchannel("A").getextrema()[0] < 255:
         raise CalibrationError(
-            f"{image.filename} has transparent pixels, and their background is unknown; put it on the background "
-            "that the model was trained with, and save it without transparency, or pass prepare="
+            f"{image.filename} has transparent pixels, whose background is unknown; save the image without "
+            "transparency, on the background that the model was trained with, or pass prepare="
         )
     return whole.convert("RGB")
 

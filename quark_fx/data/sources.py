@@ -65,7 +65,7 @@ def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path} cannot be read as text: {error}") from error
     if "\0" in text:
-        raise CalibrationError(f"{path} is binary: it holds zero bytes; give a text file in UTF-8")
+        raise CalibrationError(f"{path} is a binary file, because it contains zero bytes; pass a text file in UTF-8")
     records = _records(path, text)
     return text if records is None else _samples(path, records)
 
@@ -78,7 +78,8 @@ def _installed(name: str) -> Path | str | list[str]:
         spec = None  # a parent package is missing, or the module lacks a spec
     if spec is None:
         raise CalibrationError(
-            f"file {name} does not exist, and package {package} is not installed; install it, or give a file"
+            f"file {name} does not exist, and package {package} is not installed; install the package, or pass an "
+            "existing file"
         )
     for folder in map(Path, spec.submodule_search_locations or ()):
         file = (folder / part).resolve()
@@ -94,8 +95,8 @@ def _installed(name: str) -> Path | str | list[str]:
     if isinstance(texts, str) or (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
         return texts
     raise CalibrationError(
-        f"{package} has neither a file {part} nor a text of that name; name a file in its folder, or a variable that "
-        "holds a text, texts, or a mapping to texts"
+        f"{package} has neither a file {part} nor a text variable of that name; name a file in the package's folder, "
+        "or a variable that holds a string, a list of strings, or a dict of strings"
     )
 
 
@@ -134,8 +135,8 @@ def _rows(path: Path, text: str, delimiter: str) -> list[tuple[str, Any]]:
         columns = reader.fieldnames or ()
         if "text" not in columns:
             raise CalibrationError(
-                f"{path} is a table without a column `text` (it has {', '.join(columns) or 'none'}); name the column "
-                "of the texts `text`, or pass the texts themselves to qfx.data.text_windows or text_lines"
+                f"{path} is a table without a column `text` (its columns: {', '.join(columns) or 'none'}); rename the "
+                "column of the texts to `text`, or pass the texts themselves to qfx.data.text_windows or text_lines"
             )
         return [(f"row {number}", {"text": row["text"]}) for number, row in enumerate(reader, 1)]
     except csv.Error as error:
@@ -151,10 +152,12 @@ def _samples(path: Path, records: list[tuple[str, Any]]) -> list[str] | list[Con
             continue
         messages = record.get("messages") or record.get("conversations")
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise CalibrationError(f"{place} of {path} has neither `text` nor `messages`, a list of objects")
+            raise CalibrationError(
+                f"{place} of {path} must have `text`, or `messages` as a list of objects, but has neither"
+            )
         conversations.append([_message(one) for one in messages])
     if texts and conversations:
-        raise CalibrationError(f"{path} has texts and conversations; put them into two files")
+        raise CalibrationError(f"{path} contains both texts and conversations; split them into two files")
     if not texts and not conversations:
         raise CalibrationError(f"{path} is empty; write one JSON object per line")
     return conversations or texts

@@ -77,19 +77,21 @@ def chat_windows(
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise CalibrationError(
-            "the tokenizer lacks a chat template; set its chat_template, or pass the messages' texts to text_windows"
+            "the tokenizer lacks a chat template; set its chat_template, or pass the text of the messages to "
+            "text_windows"
         )
     tokens: list[int] = []
     for index, conversation in enumerate(conversations):
         if isinstance(conversation, Mapping | str):
             raise CalibrationError(
-                f"chat_windows takes a list of conversations, each a list of messages, and item {index} is a "
-                f"{'message' if isinstance(conversation, Mapping) else 'string'}; put the messages into one more list"
+                f"chat_windows takes a list of conversations, each of them a list of messages, but item {index} is a "
+                f"{'message' if isinstance(conversation, Mapping) else 'string'}; wrap the messages of each "
+                "conversation in a list"
             )
         try:
             encoding = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
         except Exception as error:  # a template can raise any error
-            raise CalibrationError(f"the chat template refuses conversation {index}: {error}") from error
+            raise CalibrationError(f"the chat template rejects conversation {index}: {error}") from error
         tokens += encoding["input_ids"]
     return _windows(tokens, length, count, batch_size)
 
@@ -97,7 +99,7 @@ def chat_windows(
 def _windows(tokens: list[int], length: int, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
     if len(tokens) < length:
         raise CalibrationError(
-            f"the text has {len(tokens)} tokens, fewer than a window of {length}; give more text, or a shorter length"
+            f"the text has {len(tokens)} tokens, fewer than a window of {length}; pass more text, or a shorter length"
         )
     windows = torch.tensor(tokens, dtype=torch.int64).unfold(0, length, length)
     chosen = windows[torch.tensor(spread(range(len(windows)), count), dtype=torch.int64)]
@@ -131,7 +133,7 @@ def text_lines(
     """
     texts = spread([line for line in _split(lines) if line.strip()], count)
     if not texts:
-        raise CalibrationError("all lines of the text are empty; give one sample per line")
+        raise CalibrationError("all lines of the text are empty; write one sample per line")
     options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
     try:
         return [dict(tokenizer(list(part), **options)) for part in in_batches(texts, batch_size)]
@@ -147,12 +149,12 @@ def _texts(items: Iterable[Any]) -> Iterator[str]:
     """Yield the items; raise `CalibrationError` for an item that is not a string."""
     if isinstance(items, bytes | bytearray | Mapping):
         remedy = "pass its values" if isinstance(items, Mapping) else "decode it (text.decode('utf-8'))"
-        raise CalibrationError(f"texts are strings, and this is a {type(items).__name__}; {remedy}")
+        raise CalibrationError(f"texts must be strings, not a {type(items).__name__}; {remedy}")
     for index, item in enumerate(items):
         if not isinstance(item, str):
             raise CalibrationError(
-                f"texts are strings, and item {index} is {reprlib.repr(item)}, a {type(item).__name__}; pass a list of "
-                "strings, such as [row['text'] for row in rows] of a dataset, or qfx.data.read_text(path)"
+                f"texts must be strings, but item {index} is {reprlib.repr(item)}, a {type(item).__name__}; pass a "
+                "list of strings, such as [row['text'] for row in rows] of a dataset, or qfx.data.read_text(path)"
             )
         yield item
 

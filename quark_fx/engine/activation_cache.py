@@ -257,8 +257,8 @@ class ActivationCache:
             place = self.budget.directory or tempfile.gettempdir()
             raise CalibrationError(
                 f"cannot write {value.nbytes / 2**20:.1f} MiB of cached activations to {place} ({error}; "
-                f"{self.spilled_bytes / 2**20:.1f} MiB were written before); give CacheBudget a `directory` with more "
-                "room or more `host_bytes`, or pass fewer calibration batches"
+                f"{self.spilled_bytes / 2**20:.1f} MiB were written before); pass CacheBudget a `directory` with more "
+                "free space, or more `host_bytes`, or pass fewer calibration batches"
             ) from error
         self.spilled_bytes += value.nbytes
         return file

@@ -157,7 +157,7 @@ class BackWalk:
                 if is_shortage(error):
                     raise
                 raise NoGradientError(
-                    f"the gradient of the model's predictions does not pass {block.name or 'the model'}: "
+                    f"the gradient of the model's predictions cannot be computed through {block.name or 'the model'}: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
             by_name = {n: g for n, g in zip(variables, values, strict=True) if g is not None}

@@ -129,8 +129,8 @@ class BlockRun:
         error = float(errors.mean()) if len(errors) else 0.0
         if not math.isfinite(error):
             raise CalibrationError(
-                f"quantized, {self.operators} makes values that are not finite of finite ones; exclude it, or check "
-                "its weights"
+                f"after quantization, {self.operators} computes non-finite values from finite inputs; exclude it, or "
+                "check its weights"
             )
         return error
 
@@ -243,8 +243,8 @@ def running(batch: int) -> Iterator[None]:
         yield
     except IndexError as error:
         raise CalibrationError(
-            f"calibration batch {batch} holds an index that a table of the model does not have ({error}): a token "
-            "beyond the vocabulary, or a sequence longer than the table of positions; remove or shorten it"
+            f"calibration batch {batch} contains an index outside of an embedding table ({error}): a token outside of "
+            "the vocabulary, or a sequence longer than the position table; remove or shorten that sample"
         ) from error
 
 

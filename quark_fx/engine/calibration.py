@@ -136,7 +136,9 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
 
     run_batches(gm, context, look)
     if not failing:
-        raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
+        raise CalibrationError(
+            "the calibration data contains no batch; pass at least one (a generator can be read only once)"
+        )
     failed = [
         CalibrationError(
             f"calibration batch {context.data.number_of(batch)}: input {places[position].target} holds NaN or "

@@ -138,14 +138,16 @@ class CalibrationData:
             self._keep_validation_samples()
         by_batch = [self.kept_positions(batch) for batch in range(len(self.batches))]
         if by_batch and all(positions is not None and not len(positions.rows) for positions in by_batch):
-            raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
+            raise CalibrationError(
+                f"{_MASK} masks every position of all calibration data; use 1 for each position with a token"
+            )
         self._given = len(self.batches)
         if self.batches:
             self._describe(self.batches[-1][0] + 1, self.shapes[0])
         if learns and not self.has_validation:
             warn(
-                "the calibration data is one sample, or one batch that cannot be divided: passes are "
-                "validated on the data that they learn from; pass more batches"
+                "the calibration data is a single sample, or a batch that cannot be split, so passes are validated on "
+                "the data that they learn from; pass more batches"
             )
 
     def _describe(self, count: int, shapes: BatchShape) -> None:
@@ -186,7 +188,7 @@ class CalibrationData:
         if self.ranks.count > len(self.batches):
             raise CalibrationError(
                 f"{len(self.batches)} calibration batches cannot be shared by {self.ranks.count} ranks; pass at least "
-                "one for each, or start fewer"
+                "one batch for each rank, or start fewer ranks"
             )
         every, self.batches = self.batches, list(self.ranks.share(self.batches))
         self.first = self.ranks.share(range(len(every)))[0]

@@ -67,8 +67,9 @@ class Checkpoint:
             what, folder = ("checkpoint directory", directory) if output is None else ("output_dir", output)
             rest = self.directory if output is None else self.directory.parent
             raise ConfigError(
-                f"{what} {folder} holds blocks that another run finished, with other {' and '.join(differences)}"
-                f"{shuffled}; remove {rest}, which loses them, or choose another directory"
+                f"{what} {folder} contains finished blocks of a run with different "
+                f"{' and '.join(differences)}{shuffled}; delete {rest} and with it those blocks, or choose another "
+                "directory"
             )
 
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
@@ -89,10 +90,10 @@ class Checkpoint:
                 raise ValueError(f"another {', '.join(differences)}")
             changes = [Change(**row) for row in json.loads(metadata["changes"])]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            missing = f"it does not say its {error.args[0]}" if isinstance(error, KeyError) else str(error)
+            missing = f"its field {error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
                 f"checkpoint {file} cannot be read ({missing}): it is damaged, or belongs to another block, run, or "
-                "version; remove it, and the run will compute that block again"
+                "version; delete this file, and the run will compute the block again"
             ) from error
         return tensors, changes
 
@@ -111,7 +112,7 @@ class Checkpoint:
             save_file(copies, partial, metadata)
             replace_synced(partial, file)
         except (OSError, SafetensorError) as error:
-            raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
+            raise CalibrationError(f"cannot write checkpoint {file}: {error}; free disk space and run again") from error
 
     def _identity(self, walk: int, block: int) -> dict[str, str]:
         """Return the metadata that identifies the block of a file."""

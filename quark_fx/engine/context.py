@@ -149,7 +149,7 @@ class Context:
         now = _EARLIER.get(name, name)
         of_data = {field.name for field in fields(CalibrationData)} | vars(CalibrationData).keys()
         if now in of_data and not now.startswith("_"):
-            raise _MovedError(f"Context has no {name}; the calibration data does: write context.data.{now}")
+            raise _MovedError(f"Context has no {name}; use the calibration data instead: context.data.{now}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def with_room(self, work: Callable[[], T]) -> T:
@@ -169,8 +169,9 @@ class Context:
             except torch.OutOfMemoryError as error:
                 if self.halvings == _HALVINGS:
                     raise torch.OutOfMemoryError(
-                        f"{error}; activations are on the host and weights are rounded in the smallest pieces: give "
-                        "`calibration_data` in batches of fewer or shorter samples, or a `device` with more memory"
+                        f"{error}; activations are already on the host, and weights are already rounded in the "
+                        "smallest pieces: pass `calibration_data` in batches of fewer or shorter samples, or a "
+                        "`device` with more memory"
                     ) from error
             # Outside of the handler, because the exception keeps the tensors of `work` alive.
             if moved := self.cache.offload():

@@ -128,7 +128,7 @@ class Guidance:
     def missing(self, linear: Linear) -> str:
         """Return the reason that an operator's rows cannot be weighted; empty if they can."""
         if linear.offsets_at is not None:  # the quantized model may route a token differently from the float model
-            return "data chooses its rows"
+            return "which rows it multiplies depends on the data"
         return self.reasons.get(linear.node.name, "")
 
     def together(self, linear: Linear) -> Tensor:

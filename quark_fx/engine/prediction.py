@@ -97,7 +97,7 @@ class Prediction:
         each = f" in {self.blocks} blocks" * (self.blocks > 0)
         bound = f"{max(self.seconds, 0.01):.2g} s" if self.seconds < 60 else tqdm.format_interval(self.seconds)
         parts.append(f"at least {bound}{each}")
-        unknown = f" (without {', '.join(self.unknown)}, which do not say)" if self.unknown else ""
+        unknown = f" (not counting {', '.join(self.unknown)}, whose time is unknown)" if self.unknown else ""
         return f"expected: {'; '.join(parts)}{unknown}"
 
 
@@ -207,7 +207,7 @@ def require_room(prediction: Prediction, memory: int | None, disk: int | None) -
     """Raise `ConfigError` if a run exceeds its limits even with its cache on disk; the message names a larger limit."""
     if memory is not None and not prediction.before:
         raise ConfigError(
-            "memory= needs a system that reports the memory of a process (/proc/self/status); leave it out"
+            "memory= requires a system that reports the memory of a process (/proc/self/status); omit memory= here"
         )
     if disk is not None and not prediction.streamed:
         raise ConfigError("disk= limits a run that writes to output_dir=; set output_dir= as well, or leave out disk=")
@@ -217,13 +217,13 @@ def require_room(prediction: Prediction, memory: int | None, disk: int | None) -
         ways += [] if prediction.streamed else ["Resources(output_dir=...) or --stream, which keep results in files"]
         raise ConfigError(
             f"memory={bytes_text(memory)} is not enough: {prediction.largest} needs about {bytes_text(least)}, "
-            f"{bytes_text(prediction.before)} of it in use already; give {', or '.join(ways)}, or pass batches of "
+            f"{bytes_text(prediction.before)} of it in use already; pass {', or '.join(ways)}, or pass batches of "
             "fewer samples"
         )
     if disk is not None and prediction.disk > disk:
         raise ConfigError(
             f"disk={bytes_text(disk)} is not enough: files of this run take about {bytes_text(prediction.disk)} at "
-            f'once; give disk="{bytes_text(_MARGIN * prediction.disk)}"'
+            f'once; pass disk="{bytes_text(_MARGIN * prediction.disk)}"'
         )
 
 

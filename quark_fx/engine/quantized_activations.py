@@ -55,7 +55,7 @@ class QuantizedActivation:
         """
         old, name = self.qparams(gm), self.scale_name
         if not new.saturates(self.rounding.low, self.rounding.high, self.rounding.spec.scheme):
-            raise OverflowError("saturation would not perform the clamp before it")
+            raise OverflowError("its range would no longer perform the clamp that saturation replaces")
         if float(new.scale) < scale_limits(gm, plan, [name])[name][0]:
             raise OverflowError("an int32 bias would overflow")
         scale = new.scale.to(old.scale).reshape(())

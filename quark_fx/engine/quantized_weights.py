@@ -278,7 +278,7 @@ def own_weights(
         elif learned[name].codes in shared:
             reason = "several operators read its weight"
         elif (fmt := operator.weight.format).vector > 1:
-            reason = f"{fmt} holds {fmt.vector} values in a code, so they are rounded to nearest together"
+            reason = f"{fmt} stores {fmt.vector} values in each code, so they are rounded to nearest together"
         if reason:
             context.note(Change.skipped(operator.name, reason))
     return lambda block: [

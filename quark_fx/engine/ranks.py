@@ -56,7 +56,9 @@ class Ranks:
             try:
                 dist.init_process_group()
             except (RuntimeError, ValueError) as error:
-                raise QuarkError(f"the ranks that the environment names do not find each other: {error}") from error
+                raise QuarkError(
+                    f"the ranks given by the environment variables could not connect: {error}; start them with torchrun"
+                ) from error
         gpu = device if device is not None and device.type == "cuda" else None
         return cls(dist.get_rank(), dist.get_world_size(), gpu) if dist.is_initialized() else cls()
 
@@ -128,8 +130,8 @@ class Ranks:
         by_rank = self.gather(dict(values))
         if differ := [what for what in values if len({other.get(what) for other in by_rank}) > 1]:
             raise ConfigError(
-                f"the ranks must agree, but differ in {' and '.join(differ)}; give all of them the same model (set the "
-                "same seed), configuration, and data (all batches, unshuffled: quantize divides them)"
+                f"the ranks must agree, but differ in {' and '.join(differ)}; pass the same model (set the same seed), "
+                "configuration, and data to each rank (all batches, unshuffled; quantize divides them)"
             )
 
     def wait(self) -> None:
@@ -194,8 +196,8 @@ class Ranks:
         """
         if _APART.get():
             raise QuarkError(
-                "a sum over ranks began in work that runs again when device memory runs out, on this rank only; "
-                "compute the sum before or after `with_room`"
+                "a sum over ranks was started inside of `with_room`, which may repeat its work on this rank alone if "
+                "memory runs out; compute the sum before or after `with_room`"
             )
         try:
             work, pause, asked = begin(async_op=True), _SHORTEST, time.monotonic()
@@ -210,8 +212,9 @@ class Ranks:
             _DONE["collectives"] += 1
         except RuntimeError as error:
             raise QuarkError(
-                f"rank {self.index} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); if one "
-                "ended, torchrun names it. Start the job again: checkpoint and output_dir keep finished blocks"
+                f"rank {self.index} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); if another "
+                "rank stopped, see torchrun's output. Start the job again: checkpoint and output_dir keep finished "
+                "blocks"
             ) from error
 
 

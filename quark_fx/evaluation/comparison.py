@@ -52,7 +52,7 @@ def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, 
         for name, a, b in _pairs(*outputs):
             sums.setdefault(name, _Sums()).add(name, a, b)
     if not sums:
-        raise QuarkError("no batch to compare the models on; pass at least one")
+        raise QuarkError("there is no batch to compare the models on; pass at least one batch")
     return tuple(total.distance(name) for name, total in sums.items())
 
 
@@ -64,7 +64,8 @@ def _pairs(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[tuple[st
         names = [b if a.isdecimal() else a for a, b in zip(first, second, strict=True)]
         return list(zip(names, first.values(), second.values(), strict=True))
     raise QuarkError(
-        f"the models do not have a common output: {', '.join(first) or 'none'} and {', '.join(second) or 'none'}"
+        f"the models have no output name in common: the first has {', '.join(first) or 'none'}, the second has "
+        f"{', '.join(second) or 'none'}; compare versions of the same model"
     )
 
 
@@ -78,8 +79,8 @@ class _Sums:
     def add(self, name: str, a: Tensor, b: Tensor) -> None:
         if a.shape != b.shape:
             raise QuarkError(
-                f"output {name!r} has shape {tuple(a.shape)} in one model and {tuple(b.shape)} in the other; are they "
-                "the same model?"
+                f"output {name!r} has shape {tuple(a.shape)} in one model and {tuple(b.shape)} in the other; compare "
+                "versions of the same model"
             )
         a, b = a.double(), b.double()  # also converts booleans
         if a.dim() and a.shape[-1]:

@@ -42,8 +42,8 @@ def runner_of(model: Any, runtime: str | None = None) -> Runner:
         if runtime not in RUNNERS or not isinstance(model, str | os.PathLike):
             what = model if isinstance(model, str | os.PathLike) else f"a {type(model).__name__}"
             raise QuarkError(
-                f"runtime={runtime!r} does not open {what}; give the path of a file with "
-                f"{' or '.join(map(repr, RUNNERS))}, or leave runtime out"
+                f"runtime={runtime!r} cannot open {what}; pass the path of a file for "
+                f"{' or '.join(map(repr, RUNNERS))}, or omit runtime"
             )
         return _opened(Path(model), runtime)
     model = open_model(model) if isinstance(model, str | os.PathLike) else model
@@ -99,14 +99,14 @@ def _gguf_model(path: Path) -> nn.Module:
     except Exception as error:  # the reader of the format can raise anything
         open_gguf(path)  # raises a clearer error if the file is damaged
         raise CheckpointError(
-            f"transformers does not load {path}: {error}\nIt knows some architectures and types of blocks only; "
-            "evaluate the model that the file was exported from, which has the same weights, or "
-            "run the file in llama.cpp (llama-perplexity)"
+            f"transformers does not load {path}: {error}\ntransformers supports only some architectures and GGUF block "
+            "types; evaluate the model that the file was exported from, which has the same weights, or run the file in "
+            "llama.cpp (llama-perplexity)"
         ) from error
     if names := sorted(loaded["missing_keys"]):  # transformers initializes these weights at random
         raise CheckpointError(
-            f"{path} lacks weights for {some_of(names)} of the {type(model).__name__} that it describes; copy or "
-            "export it again"
+            f"{path} lacks weights for {some_of(names)} of the {type(model).__name__} that its configuration "
+            "describes; copy or export the checkpoint again"
         )
     scale_positions(model, path)
     return model.eval()
@@ -146,7 +146,7 @@ def main_tensor(output: Any, *names: str) -> Tensor:
     """
     tensors = named_tensors(output)
     if not tensors:
-        raise QuarkError(f"the model returns {type(output).__name__}, not tensors; wrap it to return its logits")
+        raise QuarkError(f"the model returns {type(output).__name__}, not tensors; wrap the model to return its logits")
     return next((tensors[name] for name in names if name in tensors), next(iter(tensors.values())))
 
 

@@ -46,7 +46,9 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
     {'accuracy': 0.6666666666666666}
     """
     if not callable(task):
-        raise QuarkError(f"a task is LanguageModeling, Classification or Embedding of some batches, not {task!r}")
+        raise QuarkError(
+            f"a task must be LanguageModeling(batches), Classification(batches), or Embedding(batches), not {task!r}"
+        )
     with torch.no_grad():
         return task(runner_of(model))
 
@@ -198,8 +200,8 @@ def _divergence(predicted: Tensor, expected: Tensor) -> float:
     """Return the divergence of predictions; raise an error if the reference has a different number of classes."""
     if predicted.shape[-1] != expected.shape[-1]:
         raise QuarkError(
-            f"the model predicts {predicted.shape[-1]} classes, and the reference {expected.shape[-1]}; compare models "
-            "of the same classes, or of the same vocabulary"
+            f"the model predicts {predicted.shape[-1]} classes, but the reference predicts {expected.shape[-1]}; "
+            "compare models with the same classes or vocabulary"
         )
     return float(divergence_of(predicted, expected))
 
@@ -214,8 +216,8 @@ def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
             with suppress(QuarkError):  # if the model fails with labels, too, the first error is more useful
                 return run(batch)
         error.add_note(
-            f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model may have fewer: "
-            "tokenize with its own tokenizer."
+            f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model's vocabulary may be "
+            "smaller: tokenize with the model's own tokenizer."
         )
         raise
 
@@ -238,13 +240,13 @@ def _labeled(batch: Any) -> tuple[Any, Tensor]:
         labels = batch[1] if isinstance(batch[1], Tensor) else torch.from_numpy(np.asarray(batch[1]))
     except (TypeError, ValueError, RuntimeError):
         raise QuarkError(
-            f"labels are numbers of classes, and these are {reprlib.repr(batch[1])}; map names to the numbers that the "
+            f"labels must be class numbers, not {reprlib.repr(batch[1])}; map class names to the numbers that the "
             "model was trained with (label2id of its config, or class_to_idx of labeled_images)"
         ) from None
     if not torch.equal(labels, labels.trunc() if labels.is_floating_point() else labels):
         raise QuarkError(
-            f"labels are numbers of classes, but these are not integers ({labels.dtype}, {tuple(labels.shape)}); pass "
-            "labels.argmax(-1) for probabilities"
+            f"labels must be class numbers, but these are not integers ({labels.dtype}, {tuple(labels.shape)}); if "
+            "they are probabilities, pass labels.argmax(-1)"
         )
     return _with_numbers(batch)[0], labels.long()
 
@@ -259,12 +261,12 @@ def _require_logits(logits: Tensor, labels: Tensor) -> None:
         )
     if logits.shape == labels.shape:
         raise QuarkError(
-            f"labels of shape {tuple(labels.shape)} are one-hot, one for each logit; pass labels.argmax(-1)"
+            f"labels have the shape of the logits, {tuple(labels.shape)}, as one-hot labels do; pass labels.argmax(-1)"
         )
     if logits.shape[:-1] != labels.shape:
         raise QuarkError(
-            f"the model returns {tuple(logits.shape)} for labels {tuple(labels.shape)}; a classifier returns "
-            "one row of logits for each label"
+            f"the model returns logits of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; a "
+            "classifier must return one row of logits for each label"
         )
 
 
@@ -277,8 +279,8 @@ def _with_numbers(batch: Any) -> Any:
 def _require_classes(labels: Tensor, classes: int) -> None:
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise QuarkError(
-            f"labels run from {int(labels.min())} to {int(labels.max())}, and the model has {classes} classes, counted "
-            "from 0; give the numbers that it was trained with"
+            f"labels run from {int(labels.min())} to {int(labels.max())}, but the model has {classes} classes, counted "
+            "from 0; pass the class numbers that the model was trained with"
         )
 
 
@@ -286,7 +288,9 @@ def _vectors(output: Any, batch: Any) -> Tensor:
     """Return one vector per sample, float32, shape (samples, features)."""
     value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
     if value.dim() < 2:
-        raise QuarkError(f"the model returns {tuple(value.shape)}, not one vector per sample; use another task")
+        raise QuarkError(
+            f"the model returns a tensor of shape {tuple(value.shape)}, not one vector per sample; use another task"
+        )
     if value.dim() != 3:
         return _numbers(value).flatten(1)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -303,8 +307,8 @@ def _require_vocabulary(tokens: Tensor, size: int) -> None:
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= size:
         raise QuarkError(
-            f"the text has token {most if most >= size else least}, and the model predicts {size}; tokenize with the "
-            f"model's own tokenizer, and use {IGNORED} for labels that do not count"
+            f"the labels contain token {most if most >= size else least}, but the model predicts {size} tokens; "
+            f"tokenize with the model's own tokenizer, and use {IGNORED} for labels to ignore"
         )
 
 
@@ -316,15 +320,15 @@ def _require_tokens(batch: Any) -> None:
     shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != ids.shape:
         raise QuarkError(
-            f"the labels are {type(labels).__name__} {shape} and the tokens {tuple(ids.shape)}; give one label per "
-            f"token, like transformers, and {IGNORED} for tokens that do not count"
+            f"the labels are {type(labels).__name__} {shape}, but the tokens have shape {tuple(ids.shape)}; pass one "
+            f"label per token, as in transformers, and {IGNORED} for tokens to ignore"
         )
 
 
 def _require(count: int, what: str) -> None:
     if not count:
         raise QuarkError(
-            f"the task got no {what} that count; pass batches that can be read again, such as a list, with labels "
+            f"the task received no {what} to score; pass batches that can be read again, such as a list, with labels "
             f"other than {IGNORED} and an attention mask of 1"
         )
 

@@ -9,7 +9,7 @@ from quark_fx.errors import ExportError
 from quark_fx.model.constants import Constant
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
-NO_OFFSETS = "offsets between codes, for which only GGUF has a place; use symmetry='symmetric' or 'asymmetric'"
+NO_OFFSETS = "offsets between codes, which only GGUF can store; use symmetry='symmetric' or 'asymmetric'"
 """Reason why formats other than GGUF refuse `Symmetry.OFFSET`."""
 
 
@@ -25,15 +25,15 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
     """
     stored = constant.quantized
     if stored is None or stored.codes.dim() != 2:
-        raise ExportError("checkpoints hold matrices of at most 8-bit codes with scales")
+        raise ExportError("checkpoints store quantized weights only as matrices of codes; leave this weight in float")
     if stored.format.bits > 8:
-        raise ExportError(f"checkpoints hold codes of at most 8 bits, not {stored.format}; choose a smaller format")
+        raise ExportError(f"checkpoints store codes of at most 8 bits, not {stored.format}; choose a smaller format")
     (outputs, inputs), axis, block = stored.codes.shape, stored.axis, stored.block_size
     if axis == 1 and block:
         if block < inputs and inputs % block:
             raise ExportError(f"{inputs} inputs are not a multiple of the group size {block}; set another group_size")
     elif axis is not None and (axis != 0 or block):
-        raise ExportError("the scales vary along another dimension than outputs, or groups of inputs")
+        raise ExportError("the scales are not per output or group of inputs; set granularity='channel' or 'group'")
     stored = stored.signed()
     scale = stored.scale.float().reshape(1 if axis is None else outputs, -1)
     zero_point = stored.zero_point.expand_as(stored.scale).reshape(scale.shape)
@@ -92,7 +92,7 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
     magnitude, exact = half.abs(), half.float() == weight.scale
     fits = magnitude.isfinite() & (exact | (magnitude >= torch.finfo(torch.float16).smallest_normal))
     if not bool(fits.all()):
-        raise ExportError("a scale does not fit float16; quantize with scale='float16', or leave it in float")
+        raise ExportError("a scale does not fit float16; quantize with scale='float16', or leave this weight in float")
     return half
 
 

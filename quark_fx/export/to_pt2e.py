@@ -77,7 +77,7 @@ def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
             "PT2E has no operators for these roundings:\n"
             + "\n".join(bad)
             + "\nUse integers of up to 16 bits with one "
-            "scale for a tensor, channel, group of a matrix or (asymmetric int8) token."
+            "scale per tensor, channel, group of a matrix or (asymmetric int8) token."
         )
     erase_dead(gm)
     _one_reader_each(gm)
@@ -136,7 +136,7 @@ class _Lowering:
         known = parse_format(name) in (INT8, UINT8) and symmetry == Symmetry.ASYMMETRIC
         share = measured_share(node) != 1
         if not (whole and known and scale_type in (None, str(FLOAT32))) or share:
-            how = " in groups" * (not whole) + " in a share of the range (drop the observer)" * share
+            how = " in groups" * (not whole) + " in part of the range (drop the observer)" * share
             raise Declined(f"{symmetry} {name} measured at run time{how}")
         _require_float32_or_less(x)
         if axis is not None:
@@ -153,7 +153,7 @@ class _Lowering:
             raise Declined("offsets between codes")
         fmt, axis = _integers(weight.format), weight.axis
         if axis is not None and weight.block_size and weight.codes.shape[axis] % weight.block_size:
-            raise Declined(f"groups of {weight.block_size} of {weight.codes.shape[axis]} values")
+            raise Declined(f"groups of {weight.block_size} that do not divide {weight.codes.shape[axis]} values")
         limits, out = (fmt.qmin, fmt.qmax, fmt.dtype), _out_dtype(constant.dtype)
         if axis is None:
             fixed = float(weight.scale), int(weight.zero_point)
@@ -200,7 +200,7 @@ def _rounded(node: Node) -> Rounded:
     assert rounded is not None
     _integers(rounded.format)
     if rounded.kind is Activation.OTHER:
-        raise Declined("an activation with scales of groups or channels")
+        raise Declined("an activation with scales per group or channel")
     return rounded
 
 

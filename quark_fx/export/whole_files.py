@@ -18,9 +18,7 @@ def require_regular(*places: Path) -> None:
     """Raise `ExportError` if a path exists and is not a regular file: a rename would replace a device by a file."""
     for place in places:
         if place.exists() and not place.is_file():
-            raise ExportError(
-                f"{place} is a directory, a device or a pipe, and no file to replace; choose another path"
-            )
+            raise ExportError(f"{place} is a directory, a device or a pipe, not a file to replace; choose another path")
 
 
 def put_in_place(written: Path, target: Path) -> None:
@@ -42,7 +40,7 @@ def put_in_place(written: Path, target: Path) -> None:
     aside = f".{target.name}-"
     own = _is_own(place, target, aside)
     if not own and data.exists():
-        raise ExportError(f"{place} is no data of {target.name}'s, and would be replaced; move it away")
+        raise ExportError(f"{place} does not belong to {target.name}, but would be replaced; move {place} away")
     outdated = own and place.exists() and not data.exists()
     if data.exists() or outdated:
         # After an interruption, a file of this name also marks the data in `place` as data of `target`.

@@ -271,8 +271,8 @@ def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: N
     smallest = float(variances.min()) if variances is not None and variances.numel() else 0.0
     if variances is not None and smallest + epsilon <= 0:
         raise CalibrationError(
-            f"{_called(variance)} of {describe(node)} is {smallest:.3g} in channel {int(variances.argmin())}, and a "
-            "variance is not negative; fix the model's weights"
+            f"{_called(variance)} of {describe(node)} is {smallest:.3g} in channel {int(variances.argmin())}, but a "
+            "variance cannot be negative; fix the model's weights"
         )
 
 

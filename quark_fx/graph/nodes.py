@@ -365,8 +365,8 @@ def restore_values(
         symbols = [size.node.expr for size in sizes.values()]
         if any(static_size(size) is not None for size in sizes.values()) or len(set(symbols)) < len(symbols):
             raise QuarkError(
-                f"{describe(node)} computes its shape for one size only of a dimension that may vary, "
-                "with this version of torch"
+                f"{describe(node)} computes its shape for only one size of a variable dimension with this version of "
+                "torch"
             )
 
     class Recorder(torch.fx.Interpreter):

@@ -275,12 +275,12 @@ def require_order(passes: Sequence[GraphPass]) -> None:
             if pass_stage(early) is Stage.QUANTIZED and pass_stage(p) is not Stage.QUANTIZED:
                 raise ConfigError(
                     f"pass {pass_name(p)} rewrites the {pass_stage(p)} graph and is listed after {pass_name(early)}, "
-                    "which runs on the quantized one; list it before"
+                    "which runs on the quantized graph; list it earlier"
                 )
             if pass_name(p) in before.after:
                 raise ConfigError(
-                    f"pass {pass_name(early)} is listed before {pass_name(p)}, and in this order one of them finds "
-                    f"little or nothing to do; list {pass_name(p)} first"
+                    f"pass {pass_name(early)} is listed before {pass_name(p)}, but in this order one of them has "
+                    f"little or no effect; list {pass_name(p)} first"
                 )
 
 
@@ -337,7 +337,7 @@ def require_callable(p: GraphPass) -> None:
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):
-        raise ConfigError(f"passes: {brief(p)} is not a pass; give a function or an instance of a class of passes")
+        raise ConfigError(f"passes: {brief(p)} is not a pass; pass a function or an instance of a pass class")
     try:
         inspect.signature(p).bind(None, **({"context": None} if takes_context(p) else {}))
     except TypeError as error:
@@ -397,13 +397,15 @@ def run_passes(
                 check(gm)
             if context is None and needs_context(p):
                 raise ConfigError(
-                    f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
+                    f"pass {name} learns from data; run it through `quantize`, or pass a context to `run_passes`"
                 )
             notes = None if promise.stage.is_single else Notes(gm)  # such passes do not change module calls
             weights = _Unwritten(gm, p, getattr(context, "calibrated", None))
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             if type(rewrites) is not int or rewrites < 0:
-                raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
+                raise PassError(
+                    f"pass {name} returned {rewrites!r}; a pass must return the number of its rewrites as an int"
+                )
             weights.check(name)
             _lint(gm, name)
             if notes is not None:
@@ -460,8 +462,8 @@ class _Unwritten:
         if written:
             names, owner = ", ".join(list(written)[:3]), next(iter(written.values()))
             raise PassError(
-                f"pass {name} wrote into {names}, which {owner} shares and now holds changed; store a new tensor with "
-                "quark_fx.graph.nodes.set_parameter, and make the model anew"
+                f"pass {name} wrote into {names}, which {owner} also uses and which is now changed; fix the "
+                "pass to store a new tensor with quark_fx.graph.nodes.set_parameter, and recreate the model"
             )
 
 
@@ -505,6 +507,6 @@ def _require_equal(name: str, expected: list[torch.Tensor], got: list[torch.Tens
         largest = a.abs().nan_to_num(posinf=0.0).max().item()
         if not moved <= max(1e-4, 8 * torch.finfo(a.dtype).eps) * largest:
             raise PassError(
-                f"pass {name} promises to keep the function, but output {index} moved by {moved:.3g} "
-                f"(largest value {largest:.3g}); mark it exact=False or fix it"
+                f"pass {name} is declared exact, but it changed output {index} by {moved:.3g} (largest value "
+                f"{largest:.3g}); declare the pass exact=False, or fix it"
             )

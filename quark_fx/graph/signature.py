@@ -89,8 +89,8 @@ class Signature:
         except ValueError as error:
             hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
             raise QuarkError(
-                f"the model was captured with inputs {', '.join(self.input_names)}; this call has another structure: "
-                f"{error}{hint}"
+                f"the model was captured with inputs {', '.join(self.input_names)}; this call has inputs of a "
+                f"different structure: {error}{hint}"
             ) from error
         for name, leaf, shape, dtype in zip(
             self.input_names, leaves, self.input_shapes, self.input_dtypes, strict=True
@@ -102,9 +102,9 @@ class Signature:
             size = by_name[name].shape[dim]
             if size < low or (high is not None and size > high):
                 raise QuarkError(
-                    f"input {self.path_of(name)} has size {size} in dimension {dim}; the graph holds from {low} to "
-                    f"{high or 'any size'}: the model's code takes another path there, or a Dim of `dynamic_shapes` "
-                    "ends there; capture a batch of that size, or widen the Dim"
+                    f"input {self.path_of(name)} has size {size} in dimension {dim}; the graph is valid from {low} to "
+                    f"{high or 'any size'}: for other sizes the model's code takes another path, or `dynamic_shapes` "
+                    "excludes them; capture a batch of that size, or widen the Dim"
                 )
         if (condition := self.unmet(leaves)) is not None:
             raise QuarkError(
@@ -143,7 +143,7 @@ class Signature:
         expected = f"({', '.join('any' if d is None else str(d) for d in shape)})"
         differs = f"has shape {actual}; the graph was captured for {expected}"
         if len(actual) != len(shape):
-            return f"{differs}, {len(shape)} dimension(s): give every batch as many as the first one"
+            return f"{differs}, {len(shape)} dimension(s): give every batch as many as the first batch"
         wrong = _differing(shape, actual)
         free = {
             one: [i for i, size in enumerate(sizes) if size is None or (one == name and i in wrong)]
@@ -151,9 +151,9 @@ class Signature:
             if sizes is not None
         }
         return (
-            f"{differs}: pad or cut dimension {wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes "
-            f"there, let it vary in `dynamic_shapes` of quantize(), {self.literal_of(free)}. If you did, its code "
-            "fixes that: pad or cut"
+            f"{differs}: pad or cut dimension {wrong[0]} to {shape[wrong[0]]}, or, if the model accepts other sizes "
+            f"there, make that dimension dynamic in `dynamic_shapes` of quantize(), {self.literal_of(free)}. If it is "
+            "dynamic already, the model's code fixes the size: pad or cut"
         )
 
     def _nested(self, leaves: Iterable[Any]) -> dict[str, Any] | None:
@@ -268,7 +268,7 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
             taken = [name for name in kwargs if name in signature.parameters]
             unknown = [name for name in kwargs if name not in signature.parameters]
             if "missing" not in str(error):
-                fitting = f"leave out the others: {{key: batch[key] for key in {taken}}}"
+                fitting = f"pass only the keys that forward accepts: {{key: batch[key] for key in {taken}}}"
             else:
                 fitting = f"rename {', '.join(unknown)}" if unknown else "add the missing ones"
             hint = f"; the batch has the keys {', '.join(kwargs)}: {fitting}"

@@ -56,7 +56,10 @@ class _Differentiable(Interpreter):
                 return ops.fake_quantize(x.float(), *rest, **kwargs)
             if x.requires_grad:
                 readers = ", ".join(describe(user) for user in n.users if quantize_of(user) is not n)
-                warn(f"no gradient passes {describe(n)}: {readers or 'the caller'} reads codes")
+                warn(
+                    f"no gradient flows through {describe(n)}, because {readers or 'the caller'} reads its codes "
+                    "directly"
+                )
         elif (source := quantize_of(n)) is not None and _read_in_pairs(source):
             (value, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
             return value.to(kwargs.get("dtype", rest[5] if len(rest) > 5 else torch.float32))

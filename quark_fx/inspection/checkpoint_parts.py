@@ -83,7 +83,7 @@ def _parts(name: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> Ite
         leaves = {codes, *parameters} - {""}
         scheme = group_of(name, quantization)
         scales, _ = tensors.get("weight_scale", ("", []))
-        dtype, _ = tensors[codes] if codes else ("codes that are missing", [])
+        dtype, _ = tensors[codes] if codes else ("missing codes", [])
         yield Part(
             name=name,
             kind="layer",

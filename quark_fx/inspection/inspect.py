@@ -73,7 +73,7 @@ class Inspection:
     def summary(self) -> list[str]:
         """Return sentences about the kernels of an ONNX file; empty for other files."""
         if self.unknown:
-            return [f"operators that run in integers are not known: {self.unknown}"]
+            return [f"cannot tell which operators run in integers: {self.unknown}"]
         if self.runtime is None:
             return []
         inexact = len(self.runtime.saturating)
@@ -128,7 +128,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """
     path = Path(path)
     if not os.path.exists(path):  # also for names that are too long, for which Path.exists raises
-        raise QuarkError(f"{path} does not exist; give an .onnx or .gguf file, or the directory of a model")
+        raise QuarkError(f"{path} does not exist; pass an .onnx or .gguf file, or the directory of a model")
     if not path.is_dir():
         _require_file(path)
     if path.suffix == ".onnx":
@@ -166,7 +166,7 @@ def _require_file(path: Path) -> None:
     try:
         require_regular(path)
     except OSError as error:
-        raise QuarkError(f"{path} cannot be read: {error}; give a file or a directory") from error
+        raise QuarkError(f"{path} cannot be read: {error}; pass a file or a directory") from error
 
 
 def _counted(report: RuntimeReport) -> list[tuple[tuple[str, bool, str], int]]:

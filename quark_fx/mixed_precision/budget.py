@@ -53,10 +53,12 @@ class Budget:
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.bits, self.size, self.latency, self.error)) != 1:
-            raise ConfigError("a budget is one of bits=4.5, size='60MiB', latency=0.6 and error=0.01; give one of them")
+            raise ConfigError(
+                "a budget is exactly one of bits=4.5, size='60MiB', latency=0.6, and error=0.01; pass one of them"
+            )
         if self.size is None and self.output != "report":
             raise ConfigError(
-                f"output={self.output!r} names the part that size= limits; give a size: Budget(size='60MiB', ...)"
+                f"output={self.output!r} applies only to a budget with size=; set a size: Budget(size='60MiB', ...)"
             )
         parse_bytes(self.size, "size")
         _parse_latency(self.latency)
@@ -97,7 +99,7 @@ def _parse_latency(latency: float | str | None) -> tuple[float, bool]:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", latency) if isinstance(latency, str) else None
     if isinstance(latency, str) and match is None:
-        raise ConfigError(f'latency is a fraction of float, such as 0.6, or text like "12ms", not {latency!r}')
+        raise ConfigError(f'latency must be a fraction of float, such as 0.6, or text like "12ms", not {latency!r}')
     number = 1.0 if latency is None else float(match[1]) * _MILLISECONDS[match[2]] if match else float(latency)
     if not 0 < number < math.inf:
         raise ConfigError(f"latency must be positive and finite, not {latency!r}")

@@ -65,7 +65,7 @@ def candidates_of(descriptions: Sequence[Any]) -> list[Candidate]:
             differ.
     """
     if isinstance(descriptions, str | Mapping) or not isinstance(descriptions, Sequence):
-        raise ConfigError(f'candidates is a list, such as ["w4a16_rtn", "int8"], not {descriptions!r}')
+        raise ConfigError(f'candidates must be a list, such as ["w4a16_rtn", "int8"], not {descriptions!r}')
     whole = {i: _configuration(one) for i, one in enumerate(descriptions)}
     first = next((config for config in whole.values() if config is not None), PRESETS["int8_weight_only"])
     candidates = [_candidate(one, whole[i], first) for i, one in enumerate(descriptions)]
@@ -74,8 +74,8 @@ def candidates_of(descriptions: Sequence[Any]) -> list[Candidate]:
         for other, value in zip(candidates, values, strict=True):
             if value != values[0]:
                 raise ConfigError(
-                    f"the candidates {candidates[0].name!r} and {other.name!r} differ in `{key}`, which a model has "
-                    f"once; give them the same one: `config.replace({key}=...)`"
+                    f"the candidates {candidates[0].name!r} and {other.name!r} differ in `{key}`, but a model can have "
+                    f"only one; set the same value in both: `config.replace({key}=...)`"
                 )
     for place, candidate in enumerate(candidates):
         if any(candidate.config == other.config for other in candidates[:place]):

@@ -86,7 +86,7 @@ def require_timed(target: Target) -> None:
     """Raise `ConfigError` if the target does not have a runtime on this machine."""
     if target.latency_runtime not in _OPENED:
         raise ConfigError(
-            f"cannot measure latency for target {target.name!r} on this machine; give a budget of bits, size or error, "
+            f"cannot measure latency for target {target.name!r} on this machine; use a budget of bits, size, or error, "
             "or candidates whose target is 'onnx', 'onnx_vnni' (ONNX Runtime) or 'inductor' (compile())"
         )
 
@@ -185,7 +185,7 @@ def operator_latencies(
             try:
                 times_by_key[key] = _times(part, candidates, specs)
             except QuarkError as error:
-                error.add_note(f"while {op.name!r} was timed alone")
+                error.add_note(f"while measuring the latency of {op.name!r} by itself")
                 raise
         by_place[place] = times_by_key[key]
     # A recurrent layer is one node with several weights; count it once.

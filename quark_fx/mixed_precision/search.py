@@ -118,20 +118,20 @@ def search(
     require_usable(resources, "search", OF_SESSION)
     metric, measure = metric_of(metric)
     if type(samples) is not int or samples < 1:
-        raise ConfigError(f"samples is a number of at least 1, not {samples!r}")
+        raise ConfigError(f"samples must be an integer of at least 1, not {samples!r}")
     if not isinstance(budget, Budget):
         raise ConfigError(
-            f"budget is Budget(bits=4.5), Budget(size='60MiB'), Budget(latency=0.6) or Budget(error=0.01), not "
+            "budget must be Budget(bits=4.5), Budget(size='60MiB'), Budget(latency=0.6) or Budget(error=0.01), not "
             f"{budget!r}"
         )
     alternatives = candidates_of(candidates)
     if budget.latency is not None:
         require_timed(alternatives[0].config.target)
     elif timed_batch is not None:
-        raise ConfigError("timed_batch= applies only to a budget of latency; give such a budget, or omit timed_batch")
+        raise ConfigError("timed_batch= applies only to a latency budget; set Budget(latency=...), or omit timed_batch")
     if budget.output != "report":
         require_room_for_trials(budget.nbytes or 0)
-    missing = "search compares outputs on data; pass data, batches of real inputs"
+    missing = "search compares outputs on data; pass batches of real inputs as data"
     batches, held_out = _divided(data, validation_data)
     if not isinstance(model, Session) or data is not None:
         data = batches
@@ -139,7 +139,7 @@ def search(
     if not held_out:
         remedy = "pass two batches or more, or validation_data"
         if isinstance(model, Session):
-            remedy = "all data of a Session calibrates, so pass validation_data"
+            remedy = "a Session uses all of its data for calibration, so pass validation_data"
         raise CalibrationError(f"search needs validation data that is not used for calibration; {remedy}")
     captured = session.captured
     validation = [*flat_batches(captured, held_out, "validation")]
@@ -173,7 +173,9 @@ def search(
                 try:
                     size = written_size(qmodel, budget.output)
                 except QuarkError as refusal:
-                    refusal.add_note(f"while {name} was written as {budget.output}, which the budget limits")
+                    refusal.add_note(
+                        f"while writing {name} as {budget.output} to measure the size that the budget limits"
+                    )
                     raise
             latency = None if clock is None else clock.time(qmodel)
             fits = math.isfinite(error) and all(
@@ -236,9 +238,9 @@ def _by_size(space: Space, budget: Budget, verify: _Verify) -> _Tried:
     if not choices:
         smallest = int(min(least(space.sizes, space.errors), *map(space.total, _uniform(space))))
         raise ConfigError(
-            f"no mix of these candidates fits {budget}: the smallest takes {space.bits(smallest):.4g} bits per weight "
-            f"({space.fixed + smallest:,} bytes, {space.fixed:,} of them in weights that stay in float); raise the "
-            "budget or add a candidate with fewer bits"
+            f"no combination of these candidates fits {budget}: the smallest takes {space.bits(smallest):.4g} bits per "
+            f"weight ({space.fixed + smallest:,} bytes, {space.fixed:,} of them in weights that stay in float); raise "
+            "the budget or add a candidate with fewer bits"
         )
     tried = [(_verify(space, chosen, verify), chosen) for chosen in choices]
     _require_finite(tried)
@@ -270,7 +272,7 @@ def _by_written_size(space: Space, budget: Budget, verify: _Verify) -> tuple[Spa
     if not ranked[0][0].fits:
         smallest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.size)
         raise ConfigError(
-            f"no mix of these candidates fits {budget}: the smallest that was written takes {smallest.size:,} bytes "
+            f"no combination of these candidates fits {budget}: the smallest one written takes {smallest.size:,} bytes "
             f"({smallest.name}); raise the budget or add a candidate with fewer bits"
         )
     return space, ranked
@@ -319,8 +321,8 @@ def _by_latency(
     if not first.fits:
         fastest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.latency or 0.0)
         raise ConfigError(
-            f"no mix of these candidates fits {budget}: the fastest that was measured takes {fastest.latency:.4g} ms "
-            f"({fastest.name}), and {limit:.4g} ms are allowed; raise the budget or add a faster candidate"
+            f"no combination of these candidates fits {budget}: the fastest one measured takes {fastest.latency:.4g} "
+            f"ms ({fastest.name}), but the limit is {limit:.4g} ms; raise the budget or add a faster candidate"
         )
     return space, ranked
 
@@ -347,8 +349,8 @@ def _by_error(space: Space, ceiling: float, verify: _Verify) -> _Tried:
     if not any(one.fits for one, _ in tried):
         best = min((one for one, _ in tried), key=lambda one: one.error)
         raise ConfigError(
-            f"no mix of these candidates fits {Budget(error=ceiling)}: the least that was measured is "
-            f"{best.error:.3g} ({best.name}); raise the budget or add a candidate of more bits"
+            f"no combination of these candidates fits {Budget(error=ceiling)}: the smallest error measured is "
+            f"{best.error:.3g} ({best.name}); raise the budget or add a candidate with more bits"
         )
     mixtures = [pair for pair in tried if pair[0].name == MIXED]
     best_mixture = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].size))[:1]
@@ -376,7 +378,7 @@ def _verify(space: Space, chosen: Sequence[int], verify: _Verify) -> Verified:
 def _require_finite(tried: _Tried) -> None:
     if not any(math.isfinite(one.error) for one, _ in tried):
         raise ConfigError(
-            f"no configuration that was tried ({', '.join(one.name for one, _ in tried)}) gives finite outputs on the "
+            f"no configuration that was tried ({', '.join(one.name for one, _ in tried)}) has finite outputs on the "
             "validation data; add a candidate with a wider range, such as 'int8_weight_only' or 'float', or raise the "
             "budget"
         )

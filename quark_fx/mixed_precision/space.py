@@ -83,7 +83,9 @@ class Space:
             errors.append([_error(group, candidate, operators, added) for group in groups])
         free = [g for g, group in enumerate(groups) if any(not row[i].reason for row in rows for i in group.places)]
         if not free:
-            raise ConfigError("no candidate quantizes an operator of this model; look at report() of one")
+            raise ConfigError(
+                "no candidate quantizes an operator of this model; quantize with one of them and see its report()"
+            )
         by_group = [[of_candidate[g] for of_candidate in errors] for g in free]
         for g, of_group in zip(free, by_group, strict=True):
             if any(map(math.isnan, of_group)) and not any(map(math.isfinite, of_group)):
@@ -94,7 +96,8 @@ class Space:
             if not any(map(math.isfinite, of_group)):
                 raise ConfigError(
                     f"every candidate has different formats for operators that share the name {groups[g].names[0]!r}, "
-                    "which patterns cannot tell apart; exclude them, or add a candidate that treats them alike"
+                    "which override patterns cannot tell apart; exclude these operators, or add a candidate with the "
+                    "same format for all of them"
                 )
         group_errors = [[math.inf if math.isnan(error) else error for error in of_group] for of_group in by_group]
         return cls(candidates, operators, [groups[g] for g in free], rows, group_errors, float_graph)

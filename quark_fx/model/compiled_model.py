@@ -85,8 +85,8 @@ class CompiledModel(nn.Module):
             except FailOnRecompileLimitHit:
                 if not self._warned:
                     warn(
-                        f"torch compiled this model for {dynamo.recompile_limit} sizes of its inputs, its limit; other "
-                        "sizes run without being compiled, which is slower; call compile(dynamic=True), or raise "
+                        f"torch has compiled this model for {dynamo.recompile_limit} input sizes and reached its "
+                        "limit; other sizes run uncompiled, which is slower; call compile(dynamic=True), or raise "
                         "torch._dynamo.config.recompile_limit"
                     )
                 self._warned = True
@@ -108,8 +108,8 @@ class CompiledModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise QuarkError(
-            "packed weights are neither copied nor pickled; save the quantized model, and compile the quantized model "
-            "again where it is loaded"
+            "a compiled model has packed weights, which cannot be copied or pickled; save the quantized model, load it "
+            "at the destination, and compile it again there"
         )
 
     def report(self) -> KernelReport:

@@ -150,8 +150,8 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, changes:
         piece = slice_of(view.originals[call.result], path)
         if piece is None or view.value_of(piece.entry) is not call.entry:
             raise QuarkError(
-                f"module {path} computes {describe(call.result)} of more than its one input in the quantized graph, "
-                "which no module of the model does; call the quantized model itself"
+                f"module {path} computes {describe(call.result)} from more than one input in the quantized graph, but "
+                "takes only one input in the float model; call the quantized model itself"
             )
         changes.slices[path] = call, piece
 
@@ -228,7 +228,7 @@ def _not_computed(model: nn.Module, rewrite: Rewrite, calls: int) -> QuarkError:
     where = _called(rewrite.path)
     remedy = f"call the quantized model itself, or quantize without {rewrite.made_by}"
     if rewrite.kind is Kind.REROUTED:
-        change = f"let {where} read another value than {place}"
+        change = f"made {where} read a value other than {place}"
     else:
         change = f"rewrote {place} in {where}"
         if calls > 1:
@@ -274,18 +274,18 @@ def _place_constants(
             elif _is_bias(reader, node):
                 if not _takes_bias(model, reader):
                     raise QuarkError(
-                        f"{describe(reader)} has a bias in the quantized graph, and {_called(module_path(reader))} "
-                        "takes none; call the quantized model itself"
+                        f"{describe(reader)} has a bias in the quantized graph, and {_called(module_path(reader))} has "
+                        "none in the float model; call the quantized model itself"
                     )
                 readers.setdefault(f"{module_path(reader)}.bias".lstrip("."), {})[reader] = constant
             elif name is not None:
                 raise QuarkError(
-                    f"the model lacks the parameter {name}; pass one of the architecture that was quantized"
+                    f"the model has no parameter {name}; pass a model of the architecture that was quantized"
                 )
             elif reader not in replaced:
                 raise QuarkError(
-                    f"{describe(reader)} reads a tensor that a pass added, and no module of the model does; call the "
-                    "quantized model itself"
+                    f"{describe(reader)} reads a tensor that a pass added, and no module of the float model has such a "
+                    "tensor; call the quantized model itself"
                 )
     for name, by_reader in readers.items():
         if name not in tensors:
@@ -364,10 +364,10 @@ def _place_maps(model: nn.Module, view: FloatView, changes: Correspondence) -> N
             pending = _compute_around(view, linear.node, changes, min(limits))
             if rest and not pending:
                 raise QuarkError(
-                    f"{describe(linear.node)} includes operations that the model's code performs next to it, "
-                    "since fold_batch_norm, and no module around both has one input, one result, and one call; call "
-                    "the quantized model itself, move the operator to a module (such as nn.Conv2d), or quantize "
-                    "without fold_batch_norm"
+                    f"{describe(linear.node)} includes neighboring operations that fold_batch_norm merged into it, and "
+                    "no module that contains all of them has one input, one result, and one call; call the quantized "
+                    "model itself, move the operator to a module (such as nn.Conv2d), or quantize without "
+                    "fold_batch_norm"
                 )
             if pending:
                 break
@@ -413,8 +413,8 @@ def _place_unread(model: nn.Module, aliases: list[str], changes: Correspondence)
 def _put(changes: Correspondence, name: str, constant: Constant, reader: Node) -> None:
     if changes.constants.setdefault(name, constant).names != constant.names:
         raise QuarkError(
-            f"parameter {name} is stored in several ways, one of them for {describe(reader)}; give all "
-            "its consumers the same specs, or separate parameters"
+            f"parameter {name} would have to be stored in several formats, one of them for {describe(reader)}; use the "
+            "same specs for all operators that read it, or give them separate parameters"
         )
 
 
@@ -453,8 +453,8 @@ def _alias(aliases: list[str], reader: Node) -> str:
         if len(local_names) == 1:
             return local_names[0]
     raise QuarkError(
-        f"{describe(reader)} reads the parameter {' = '.join(aliases)} of another module, in another format than that "
-        "module does; give all its consumers the same specs, or separate parameters"
+        f"{describe(reader)} reads the parameter {' = '.join(aliases)} of another module in a different format than "
+        "that module; use the same specs for all operators that read it, or give them separate parameters"
     )
 
 
@@ -468,7 +468,8 @@ def _unfolded(node: Node, reader: Node, constant: Constant, kept: Mapping[str, T
     if _is_unchanged(node, constant):
         if missing := [name for name in folded.tensors if name not in kept]:
             raise QuarkError(
-                f"{describe(reader)} reads a constant computed from {', '.join(missing)}, which is not kept"
+                f"{describe(reader)} reads a constant computed from {', '.join(missing)}, which the quantized model "
+                "does not store; call the quantized model itself"
             )
         return {name: _as_it_was(name, kept[name]) for name in folded.tensors}
     value = folded.undone(constant.tensor)

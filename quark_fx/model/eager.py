@@ -260,7 +260,8 @@ def _floating(leaves: Sequence[Any], expected: str) -> int:
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if len(indices) != 1:
         raise QuarkError(
-            f"{expected}, and this call has {len(indices)} floating-point ones; call the quantized model itself"
+            f"{expected}, and this call has {len(indices)} floating-point tensors there; call the quantized model "
+            "itself"
         )
     return indices[0]
 
@@ -297,19 +298,21 @@ def eager(
             *(n for path, sources in changes.computed.items() for n in sources or [path or "the model"]),
         }
         raise QuarkError(
-            f"the graph trains weights that are parts of {', '.join(sorted(names))} or computed from them, which no "
-            "parameter of the model can hold while it is trained; convert() first, or train the result of prepare_qat"
+            f"the graph trains weights that are slices of {', '.join(sorted(names))} or computed from them, and no "
+            "parameter of the float model corresponds to them during training; call convert() first, or train the "
+            "result of prepare_qat"
         )
     result = copy.deepcopy(source)
     if functions := bound_elsewhere(result, source):
         raise QuarkError(
-            f"{some_of(functions)} would go on calling the float model, because a function refers to its modules or "
-            "parameters; bind it to its own module with types.MethodType, or call the quantized model itself"
+            f"{some_of(functions)} would still call the float model, because a function refers to the float model's "
+            "modules or parameters; bind the function to its own module with types.MethodType, or call the quantized "
+            "model itself"
         )
     if hooks := hooks_within(source, (*changes.identities, *changes.slices)):
         warn(
-            f"eager() drops the hooks {some_of(hooks)}: the quantized graph computes these modules, with what their "
-            "hooks do to the values; register a hook with side effects on the module that eager() returns"
+            f"eager() drops the hooks {some_of(hooks)}: the quantized graph already includes what these hooks compute; "
+            "if a hook has side effects, register it again on the module that eager() returns"
         )
     shared: dict[tuple[str, ...], nn.Parameter] = {}
     for path in changes.identities:
@@ -327,7 +330,9 @@ def eager(
             continue
         module = result.get_submodule(owner)
         if installed.setdefault((id(module), leaf), constant.names) != constant.names:
-            raise QuarkError(f"{name} is stored in several ways; give all its consumers the same specs")
+            raise QuarkError(
+                f"{name} would have to be stored in several formats; use the same specs for all operators that read it"
+            )
         if parametrize.is_parametrized(module, leaf) or (trained and _install_trained(module, leaf, constant, trained)):
             continue
         _install(module, leaf, constant, shared)
@@ -336,8 +341,8 @@ def eager(
             parameter.requires_grad_(False)
     if fixed:
         warn(
-            f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; to train them, "
-            "train the result of prepare_qat"
+            f"{', '.join(fixed)} cannot be trained here, because the quantized graph stores them in another form; to "
+            "train them, train the result of prepare_qat"
         )
     for module in result.modules():
         if isinstance(module, nn.RNNBase) and parametrize.is_parametrized(module):
@@ -404,7 +409,7 @@ def eager(
         wrap_forward(module, attending.run)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(
-            f"the quantized graph does not hold {', '.join(missing)}; pass the float model: qmodel.eager(model)"
+            f"the quantized graph does not contain {', '.join(missing)}; pass the float model: qmodel.eager(model)"
         )
     for name, refusal in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
         if hasattr(result, name):
@@ -469,14 +474,13 @@ _EAGER = (Dequantize, FakeQuantize, Cast, Round, Rewritten, KernelModule)
 
 
 def _refuse_to_resize(*_: Any, **__: Any) -> None:
-    raise QuarkError(
-        "the codes of an embedding are for the tokens it has; resize the float model and quantize it again"
-    )
+    raise QuarkError("a quantized embedding cannot be resized; resize the float model and quantize it again")
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise ExportError(
-        "from_pretrained would not find these weights; write the quantized model with quark_fx.export.huggingface"
+        "from_pretrained could not read the weights of an eager() model; write the quantized model with "
+        "quark_fx.export.huggingface"
     )
 
 
@@ -490,8 +494,8 @@ def placed(
     if model is None:
         if qmodel.source is None:
             raise QuarkError(
-                "this quantized model does not know its float module (it was loaded, or made from an "
-                "ExportedProgram or from a module that cannot be copied); pass a float model of the same architecture"
+                "this quantized model does not contain its float module (it was loaded from files, or created from an "
+                "ExportedProgram or a module that cannot be copied); pass a float model of the same architecture"
             )
         changes = correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
         return with_stored_weights(qmodel.source, changes.stored), changes
@@ -556,8 +560,8 @@ def _require_tensor(module: nn.Module, call: ModuleCall) -> None:
     if not isinstance(result, Tensor):
         name = f"module {call.path}" if call.path else "the model"
         raise QuarkError(
-            f"{name}, which a pass rewrote, does not map one tensor to one tensor; call the quantized "
-            f"model itself, or let a module that does compute {describe(call.result)}"
+            f"{name}, which a pass rewrote, does not map one tensor to one tensor; call the quantized model itself, or "
+            f"move {describe(call.result)} to a module that does"
         )
 
 
@@ -605,8 +609,8 @@ def _parametrize(owner: nn.Module, leaf: str, computes: nn.Module) -> None:
 
 def _refuse_to_pickle(_: Any) -> NoReturn:
     raise QuarkError(
-        "a model in codes is not pickled: write the quantized model with qmodel.save(directory); "
-        "quark_fx.load(directory).eager(model) makes this one again"
+        "the result of eager() cannot be pickled: write the quantized model with qmodel.save(directory), then recreate "
+        "this one with quark_fx.load(directory).eager(model)"
     )
 
 

@@ -91,9 +91,9 @@ class AttentionRounding(nn.Module):
             result = forward(*args, **kwargs)
         if call.count != len(self.products):
             raise QuarkError(
-                f"{self.path} called {call.count} products of activations where the captured model has "
-                f"{len(self.products)}, so it is not known which of them read keys and values; use the implementation "
-                "of attention that the model was quantized with, or call the quantized model itself"
+                f"{self.path} computed {call.count} products of activations, but the captured model has "
+                f"{len(self.products)}, so quark_fx cannot tell which of them read keys and values; use the attention "
+                "implementation that the model was quantized with, or call the quantized model itself"
             )
         self._require_rounded(call.read)
         return result
@@ -112,7 +112,8 @@ class AttentionRounding(nn.Module):
             shape = (x.shape[-3] if x.dim() > 2 else 1, x.shape[-1])
             if any(size not in (None, actual) for size, actual in zip(expected, shape, strict=True)):
                 self.refuse(
-                    f"caches {shape[0]} heads of {shape[1]} channels, and the captured cache has {heads} of {channels}"
+                    f"caches {shape[0]} heads of {shape[1]} channels, but the cache at capture had {heads} heads of "
+                    f"{channels} channels"
                 )
             result.append(rounding(x))
         return result
@@ -129,7 +130,7 @@ class AttentionRounding(nn.Module):
             with torch.no_grad():
                 change = (factor(x, again=True).double() - x.double()).abs()
             if bool((change > 4 * torch.finfo(x.dtype).eps * x.double().abs()).any()):
-                self.refuse("does not multiply by its keys and values as the cache returned them")
+                self.refuse("changes its keys and values between reading them from the cache and multiplying by them")
         self.trusts_cache |= len(read) > 1
 
     def refuse(self, why: str) -> NoReturn:

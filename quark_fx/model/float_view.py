@@ -199,8 +199,8 @@ def _is_cast_by_conversion(node: Any) -> bool:
 
 def _rounded_differently(node: Node) -> QuarkError:
     return QuarkError(
-        f"{describe(node)} reads a value that is rounded in several ways, which no module of the model does; call the "
-        "quantized model itself, or give all its consumers the same specs"
+        f"{describe(node)} reads a value that is rounded in several ways, which modules cannot reproduce; call the "
+        "quantized model itself, or use the same specs for all operators that read this value"
     )
 
 

@@ -64,7 +64,10 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
         digest = _write_tensors(tensors_file, tensors)
         text = document_text({**model, "tensor_file": digest})
         if len(text) > GRAPH_LIMIT:
-            raise QuarkError(f"the graph takes {len(text) / 2**20:.0f} MiB, more than is read; it cannot be stored")
+            raise QuarkError(
+                f"the graph takes {len(text) / 2**20:.0f} MiB, more than quark_fx.load can read, so the model cannot "
+                "be saved"
+            )
         graph_file.write(text.encode("ascii"))
         for file in (tensors_file, graph_file):
             file.flush()
@@ -119,26 +122,32 @@ def read_model(directory: Path) -> tuple[dict[str, Any], Path]:
                 raise
             continue
         if digest != model["tensor_file"]:
-            raise QuarkError(f"{path} is damaged: its SHA-256 is not the one {GRAPH_FILE} names; copy the model again")
+            raise QuarkError(
+                f"{path} is damaged: its SHA-256 differs from the one in {GRAPH_FILE}; copy the model again"
+            )
         return model, path
     raise OSError(f"another process keeps replacing {directory}; wait until it is done")
 
 
 def _checked(document: Any, directory: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or "version" not in document:
-        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it holds no graph")
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it contains no graph")
     version = document["version"]
     if type(version) is not int or version != FORMAT_VERSION:
-        remedy = "update quark_fx" if isinstance(version, int) and version > FORMAT_VERSION else "save the model again"
+        remedy = (
+            "update quark_fx"
+            if isinstance(version, int) and version > FORMAT_VERSION
+            else "save the model again, if necessary with the quark_fx version that wrote it"
+        )
         raise QuarkError(
-            f"{directory} has format version {brief(version)}, this quark_fx reads {FORMAT_VERSION}; {remedy}, with "
-            "the quark_fx version that wrote it if necessary"
+            f"{directory} has format version {brief(version)}, but this quark_fx reads version {FORMAT_VERSION}; "
+            f"{remedy}"
         )
     model = document.get("model")
     if not isinstance(model, dict) or document.get("sha256") != _digest(model):
         raise QuarkError(f"{directory / GRAPH_FILE} is damaged: its SHA-256 does not match its data")
     if not isinstance(model.get("tensor_file"), str) or not _DIGEST.fullmatch(model["tensor_file"]):
-        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it names no tensors")
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it does not name the file of the tensors")
     return model
 
 

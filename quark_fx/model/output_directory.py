@@ -141,16 +141,16 @@ def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
         run_files |= {file.name for file in output.iterdir() if is_model_file(file.name)}
     elif (output / GRAPH_FILE).exists():
         raise ConfigError(
-            f"output_dir {output} holds graph.json already: if that is a finished result, read it with quark_fx.load, "
-            "otherwise choose a new directory"
+            f"output_dir {output} already contains graph.json: if that is a finished result, read it with "
+            "quark_fx.load, otherwise choose a new directory"
         )
     elif (output / _UNFINISHED).exists():
         run_files.remove(_UNFINISHED)
     foreign_files = [file.name for file in output.iterdir() if file.name not in run_files] if output.is_dir() else []
     if output.is_file() or foreign_files:
         raise ConfigError(
-            f"output_dir {output} holds {', '.join(sorted(foreign_files)[:3]) or 'a file'} already; choose a new "
-            "directory, or the one an interrupted run left"
+            f"output_dir {output} already contains {', '.join(sorted(foreign_files)[:3]) or 'a file'}; choose a new "
+            "directory, or the directory of an interrupted run"
         )
 
 

@@ -214,8 +214,8 @@ def _require_finite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):
             raise CalibrationError(
-                f"parameter {name} holds NaN or infinity: training diverged; lower the learning rate, and go on from "
-                "an earlier state"
+                f"parameter {name} holds NaN or infinity: training diverged; lower the learning rate, and continue "
+                "from an earlier state"
             )
 
 
@@ -247,7 +247,10 @@ class _Preparation:
         self.gm = GraphModule(self.gm, self.gm.graph, class_name="TrainedGraph")
         self._register_floats()
         if cut := [describe(node) for node in self.gm.graph.nodes if target_name(node) == QUANTIZE]:
-            warn(f"no gradient passes {', '.join(cut)}, whose codes are not dequantized")
+            warn(
+                f"no gradient flows through {', '.join(cut)}, because the graph uses the codes there without "
+                "dequantizing them"
+            )
 
     # First, each quantized constant becomes a parameter that operators read, so that the operator table finds it.
 

@@ -74,7 +74,7 @@ class QuantizedModel(nn.Module):
         about = {"model": type(source).__name__} if source is not None else {}
         about |= {"configuration": named, "target": config.target.name} | ({"data": data} if data else {})
         if method := rounded_by or getattr(source, ROUNDED_BY, ""):
-            about["source"] = f"rounded before, by {method}: both errors add up"
+            about["source"] = f"already rounded by {method}: both rounding errors add up"
         self.rounded_by: str = method
         draws = random_draws(graph_module, signature.output_names)
         # Equal rows of a weight are merged; equal rows without a parameter belong to different products of activations.

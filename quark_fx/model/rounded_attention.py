@@ -155,7 +155,7 @@ def _is_transposed(cached: Cached, activation: Activation) -> bool:
     if not whole and not lasting:
         raise QuarkError(
             f"{describe(cached.product)} reads keys or values whose last two dimensions are not tokens and channels; "
-            "call the quantized model itself, or quantize them with granularity='tensor'"
+            "call the quantized model itself, or quantize keys and values with granularity='tensor'"
         )
     return not whole and channels != cached.across
 

@@ -285,8 +285,8 @@ class _Places:
         results = [n for n in self.regions.get(key, []) if any(key not in module_calls(user) for user in n.users)]
         if activation is None or activation.split is None or results != [result]:
             raise QuarkError(
-                f"{describe(node)} has a branch in float, and its module ({path or 'the model'}) computes something "
-                "else, too; call the quantized model itself, or exclude the layer from LowRank"
+                f"{describe(node)} has a float branch, but its module ({path or 'the model'}) also computes something "
+                "else; call the quantized model itself, or exclude the layer from LowRank"
             )
         self.modules.branches[path] = branch
 
@@ -304,8 +304,8 @@ class _Places:
 def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
     if activation.split is not None:
         return QuarkError(
-            f"{describe(reader)} reads a value that LowRank split, and that value is not the only input of its module; "
-            "call the quantized model itself, or exclude the layer from LowRank"
+            f"{describe(reader)} reads a value that LowRank split, but that value is not the only input of the "
+            "operator's module; call the quantized model itself, or exclude the layer from LowRank"
         )
     if not activation.rounds:
         return QuarkError(

@@ -75,15 +75,17 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
     require_possible(directory)
     gm = qmodel.graph_module
     if (directory / "config.json").exists() and not (directory / GRAPH_FILE).exists():
-        raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
+        raise QuarkError(
+            f"{directory} contains a checkpoint, whose tensors would be overwritten; choose another directory"
+        )
     tensors = stored_tensors(gm)
     ids = {name: f"t{index}" for index, name in enumerate(tensors)}
     kept_ids = {name: f"t{len(tensors) + index}" for index, name in enumerate(qmodel.kept)}
     names, stacks, nodes = tensor_names(gm), Stacks(), _node_names(gm.graph)
     if long := next((name for name in (*tensors, *names.values(), *qmodel.kept) if len(name) > LONGEST), None):
         raise QuarkError(
-            f"the name {brief(long)} has {len(long)} characters, and stored models have at most {LONGEST}; rename its "
-            "modules"
+            f"the name {brief(long)} has {len(long)} characters, but a saved model allows at most {LONGEST}; shorten "
+            "the names of its modules"
         )
     report = qmodel.report()
     document = {
@@ -104,8 +106,8 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         require_shallow(document)
     except ValueError as error:
         raise QuarkError(
-            f"the model cannot be stored: {error}, which no reader accepts; give it inputs and outputs that are nested "
-            "less"
+            f"the model cannot be stored: {error}, and no reader accepts that; use inputs and outputs with fewer "
+            "levels of nesting"
         ) from error
     stored = {ids[name]: tensor for name, tensor in tensors.items()}
     with writing(directory, QuarkError):
@@ -252,7 +254,7 @@ def _decode(value: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
     tables: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _TORCH, "float": _FLOATS}
     if kind in tables and isinstance(content, str) and content in tables[kind]:
         return tables[kind][content]
-    raise QuarkError(f"the stored graph holds the argument {brief(value)}, which is not known")
+    raise QuarkError(f"the stored graph contains the unknown argument {brief(value)}")
 
 
 class _Symbols:
@@ -324,7 +326,9 @@ def _node_from_data(
     args = tuple(_decode(listed(data.get("args", [])), nodes, device))
     kwargs = {key: _decode(value, nodes, device) for key, value in mapping(data.get("kwargs", {})).items()}
     if name in nodes or not _is_name(name):
-        raise QuarkError(f"the stored graph has a node called {brief(name)}, which is not allowed, or has it twice")
+        raise QuarkError(
+            f"the stored graph has a node called {brief(name)}, which is not an allowed name or occurs twice"
+        )
     if op == "call_function":
         target = resolve(target, namespaces)
         require_fitting(target, args, kwargs)
@@ -332,7 +336,9 @@ def _node_from_data(
     elif op == "output" and target == "output" and len(args) == 1 and isinstance(args[0], list) and not kwargs:
         args = (tuple(args[0]),)
         if any(not isinstance(item, Node | bool | int | float | str | None) for item in args[0]):
-            raise QuarkError(f"the stored graph returns {brief(args[0])}")
+            raise QuarkError(
+                f"the stored graph returns {brief(args[0])}, with an item that is neither a node nor a plain value"
+            )
     elif kwargs or args or not ((op == "get_attr" and target in tensors) or (op == "placeholder" and _is_name(target))):
         raise QuarkError(f"the stored graph holds a {brief(op)} of {brief(target)}, which is not allowed")
     node = graph.create_node(op, target, args, kwargs, name=name)
@@ -347,14 +353,14 @@ def _is_name(name: Any) -> bool:
 def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -> None:
     sizes = listed(symbols)
     if any(type(size) is not int or not 2 <= size <= 1 << 31 for size in sizes):
-        raise QuarkError(f"the stored graph has a size that varies, for example {brief(sizes)}")
+        raise QuarkError(f"the stored graph has invalid example values for its variable sizes: {brief(sizes)}")
     examples: list[Tensor | None] = []
     dynamic: list[dict[int, int]] = []
     for data in listed(inputs):
         shape = _shape(data, len(sizes))
         example = [size if isinstance(size, int) else sizes[size["symbol"]] for size in shape]
         if data is not None and math.prod(example) > _LARGEST:
-            raise QuarkError(f"the stored graph has an input of shape {brief(example)}")
+            raise QuarkError(f"the stored graph has an input of shape {brief(example)}, which is too large")
         dtype = None if data is None else DTYPES[data["dtype"]]
         # The meta device allocates no memory; the fake tensor of the example is on `device`.
         examples.append(None if dtype is None else torch.empty(example, dtype=dtype, device="meta"))
@@ -393,13 +399,17 @@ def _require_computable(node: Node, values: Sequence[Any]) -> None:
         exponent: Any = node.args[-1]
         values = [*values, exponent.meta.get("val") if isinstance(exponent, Node) else exponent]
         if isinstance(values[-1], int) and not -64 <= values[-1] <= 64:
-            raise _LimitError(f"the stored graph computes the power {brief(values[-1])} at %{node.name}")
+            raise _LimitError(
+                f"the stored graph raises to the power {brief(values[-1])} at %{node.name}; the limit is 64"
+            )
     for value in values:
         if isinstance(value, Tensor):
             sizes: list[Any] = list(value.shape)
             hints = [int(d) if static_size(d) is not None else int(d.node.hint or 2) for d in sizes]
             if math.prod(hints) * value.element_size() > _LARGEST:
-                raise _LimitError(f"the stored graph computes a tensor of shape {brief(hints)} at %{node.name}")
+                raise _LimitError(
+                    f"the stored graph computes a tensor of shape {brief(hints)} at %{node.name}, which is too large"
+                )
         elif isinstance(value, int):
             try:
                 require_small(value)
@@ -417,7 +427,7 @@ def _shape(data: Any, symbols: int) -> list[Any]:
         for size in shape
     ]
     if not all(checks) or data["dtype"] not in DTYPES or len(shape) > 64:
-        raise QuarkError(f"the stored graph has an input of {brief(data)}")
+        raise QuarkError(f"the stored graph has an invalid description of an input: {brief(data)}")
     return shape
 
 
@@ -452,7 +462,7 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
     if len(positions) != 2 or [spec.type for spec in (in_spec, *positions)] != [tuple, tuple, dict]:
         raise QuarkError("the inputs of the stored model are not positional arguments and keywords")
     if not (in_spec.num_leaves == len(names) == len(places) == len(inputs)) or len(set(names)) < len(names):
-        raise QuarkError("the stored model has a different number of inputs than its graph, or repeats one")
+        raise QuarkError("the stored model has a different number of inputs than its graph, or lists one twice")
     if not out_spec.num_leaves == len(outputs) == len(results):
         raise QuarkError("the stored model has a different number of outputs than its graph")
     ranks = {name: 0 if value is None else len(value["shape"]) for name, value in zip(names, inputs, strict=True)}
@@ -460,16 +470,18 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
     for limit in limits:
         whole = len(limit) == 4 and all(type(n) is int for n in limit[1:3]) and type(limit[3]) in (int, type(None))
         if not whole or limit[0] not in ranks or not 0 <= limit[1] < ranks[limit[0]]:
-            raise QuarkError(f"the stored model limits an input by {brief(limit)}")
+            raise QuarkError(f"the stored model has an invalid size limit for an input: {brief(limit)}")
     stored = [texts(condition) for condition in listed(data.get("input_conditions", []))]
     if any(len(condition) != 2 for condition in stored):
-        raise QuarkError(f"the stored model compares sizes by {brief(stored)}")
+        raise QuarkError(f"the stored model has an invalid list of size conditions: {brief(stored)}")
     conditions = [SizeCondition(text, place) for text, place in stored]
     for condition in conditions:
         try:
             condition.holds({name: [1] * rank for name, rank in ranks.items()})
         except ValueError as error:
-            raise QuarkError(f"the stored model compares sizes by {brief(condition.text)}: {error}") from error
+            raise QuarkError(
+                f"the stored model has an invalid size condition {brief(condition.text)}: {error}"
+            ) from error
     return Signature(
         in_spec=in_spec,
         out_spec=out_spec,
@@ -532,7 +544,9 @@ def _built(cls: type[T], data: dict[str, Any], **rest: Any) -> T:
     for key, value in data.items():
         types = [_KINDS[kind] for kind in kinds.get(key, "").split(" | ") if kind in _KINDS]
         if not any(value is None if kind is None else isinstance(value, kind) for kind in types):
-            raise QuarkError(f"the stored report holds {key[:80]}={brief(value)}, which no {cls.__name__} has")
+            raise QuarkError(
+                f"the stored report holds {key[:80]}={brief(value)}, which is not valid for {cls.__name__}"
+            )
     return cls(**data, **rest)
 
 

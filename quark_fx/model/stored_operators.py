@@ -162,15 +162,16 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
     listed = {packet, f"{packet}.{overload}"} & _OPERATORS.get(namespace, frozenset())
     if not listed and namespace not in namespaces:
         raise QuarkError(
-            f"the stored graph calls {brief(name)}, which is not allowed; if you trust where it comes from and know "
-            f"the operator, pass load(..., namespaces=({namespace!r},))"
+            f"the stored graph calls {brief(name)}, which is not allowed; if you trust the source of this model and "
+            f"know the operator, pass load(..., namespaces=({namespace!r},))"
         )
     schema = _schema(namespace, packet, overload)
     if schema is None:
         raise QuarkError(f"the stored graph calls {name}, which is not registered; import the library that defines it")
     if not _is_dispatched(namespace, packet, overload):
         raise QuarkError(
-            f"the stored graph calls {name}, which TorchScript interprets and no exported graph has; it is not allowed"
+            f"the stored graph calls {name}, which only TorchScript uses; exported graphs do not contain it, and it is "
+            "not allowed"
         )
     if schema.is_mutable:
         raise QuarkError(f"the stored graph calls {name}, which writes into its arguments and is not allowed")
@@ -205,8 +206,8 @@ def written(
         parts = tuple(arguments.pop(name, None) for name in ("self", "mat2", "offs"))
         if not all(isinstance(part, Node) for part in parts) or any(value is not None for value in arguments.values()):
             raise QuarkError(
-                f"the stored graph calls {target} with {brief([*args])} and {brief(sorted(kwargs))}; it may multiply "
-                "groups of rows, which offs ends, by a stack of matrices, without bias and out_dtype"
+                f"the stored graph calls {target} with {brief([*args])} and {brief(sorted(kwargs))}; only the grouped "
+                "form is allowed: rows, a stack of matrices, and offs, without bias and out_dtype"
             )
         return torch.ops.quark_fx.grouped_mm.default, parts, {}
     replacement: Any = _WRITTEN.get(target)
@@ -375,7 +376,7 @@ def _is_huge(value: float) -> bool:
 def require_small(value: Any) -> None:
     """Raise `QuarkError` for an integer of more than 64 bits, since computing with it could take unlimited time."""
     if type(value) is int and _is_huge(value):
-        raise QuarkError(f"the stored graph computes with the number {brief(value)}")
+        raise QuarkError(f"the stored graph computes with the number {brief(value)}, which is too large")
 
 
 __all__ = [

@@ -165,7 +165,7 @@ class Provenance:
         if number is None:
             return {}
         if type(number) is not int or not 0 <= number < len(self.stacks):
-            raise QuarkError(f"the stored graph has a node of the module call {brief(number)}, which is not known")
+            raise QuarkError(f"the stored graph has a node that refers to the unknown module call {brief(number)}")
         return self.stacks[number]
 
 
@@ -189,12 +189,16 @@ def _notes(data: Mapping[str, Any]) -> dict[str, Any]:
     if "digest" in data:
         notes["digest"] = data["digest"]
         if type(data["digest"]) is not int:
-            raise QuarkError(f"the stored graph has a tensor with the digest {brief(data['digest'])}")
+            raise QuarkError(
+                f"the stored graph has a tensor with the digest {brief(data['digest'])}, which is not an integer"
+            )
     if "folded" in data:
         folded = mapping(data["folded"])
         names, undo = texts(folded["tensors"]), folded["undo"]
         if not names or "digest" not in data:
-            raise QuarkError("the stored graph has a constant that is computed from nothing")
+            raise QuarkError(
+                "the stored graph has a computed constant without the names of its tensors or without a digest"
+            )
         view = _view(folded["view"]) if "view" in folded else None
         notes["folded"] = Folded(names, None if undo is None else tuple(map(_step, listed(undo))), view)
     return notes
@@ -204,7 +208,9 @@ def _view(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     size, stride, offset = (listed(data) + [None] * 3)[:3]
     numbers = [*listed(size), *listed(stride), offset]
     if len(listed(data)) != 3 or len(size) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise QuarkError(f"the stored graph has a constant at {brief(data)} of its parameter, which is not a view")
+        raise QuarkError(
+            f"the stored graph describes a constant as the view {brief(data)} of a parameter, which is not a valid view"
+        )
     return tuple(size), tuple(stride), offset
 
 
@@ -221,7 +227,7 @@ def _absorbed_map(data: list[Any]) -> AbsorbedMap:
 def _step(step: Any) -> float | torch.dtype:
     if isinstance(step, float) or (isinstance(step, str) and step in DTYPES):
         return DTYPES[step] if isinstance(step, str) else step
-    raise QuarkError(f"the stored graph has a constant that {brief(step)} brings back, which is not known")
+    raise QuarkError(f"the stored graph restores a constant with the unknown step {brief(step)}")
 
 
 def _rewrite(data: Any) -> Rewrite:

@@ -89,7 +89,7 @@ def _registered_to_data(spec: pytree.TreeSpec, children: list[Any]) -> dict[str,
 def _keys(keys: Any) -> list[Any]:
     for key in keys:
         if not isinstance(key, str | int | float | None):
-            raise QuarkError(f"{brief(key)} is a key of the model's inputs or outputs; use strings")
+            raise QuarkError(f"{brief(key)} cannot be a key in the model's inputs or outputs; use strings as keys")
     # An enum member that is also a string becomes a plain string, so that loading imports nothing.
     return [str.__str__(key) if isinstance(key, str) else key for key in keys]
 
@@ -101,7 +101,10 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise QuarkError(f"{brief(value)}, in the description of a registered type, is not plain data")
+    raise QuarkError(
+        f"{brief(value)}, in the description of a registered type, is not plain data (None, a Boolean, a number, or "
+        "text)"
+    )
 
 
 def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
@@ -127,7 +130,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
     if not isinstance(keys, list) or len(keys) != len(items) or any(isinstance(key, dict | list) for key in keys):
         raise QuarkError(f"{brief(data)} does not describe a structure of inputs or outputs")
     if len(set(keys)) != len(keys):
-        raise QuarkError(f"the structure of inputs or outputs has a key twice: {brief(keys)}")
+        raise QuarkError(f"the structure of inputs or outputs has a duplicate key: {brief(keys)}")
     if kind in _MAPPINGS:
         return pytree.TreeSpec(_MAPPINGS[kind], keys, items)
     if kind == "defaultdict" and (data["factory"] is None or data["factory"] in _FACTORIES):
@@ -140,7 +143,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
 def _return_type(name: str, items: list[pytree.TreeSpec]) -> pytree.TreeSpec:
     kind = vars(torch.return_types).get(name)
     if not isinstance(kind, type) or kind not in pytree.SUPPORTED_NODES or kind.n_fields != len(items):
-        raise QuarkError(f"torch does not have a result called {brief(name)} with {len(items)} fields")
+        raise QuarkError(f"torch has no return type {brief(name)} with {len(items)} fields")
     return pytree.TreeSpec(kind, None, items)
 
 
@@ -154,7 +157,10 @@ def _model_output(name: str, keys: list[str]) -> type:
         kind = vars(importlib.import_module(module)).get(leaf)
     names = {f.name for f in fields(kind)} if isinstance(kind, type) and is_dataclass(kind) else set()
     if not _is_model_output(kind) or not names >= set(keys):
-        logger.warning("the model returned a %s, which is not installed here; it returns a dict now", brief(name))
+        logger.warning(
+            "the model returned a %s, a class that is not installed here; the loaded model returns a dict instead",
+            brief(name),
+        )
         return dict
     return kind  # type: ignore[no-any-return]
 
@@ -169,8 +175,8 @@ def _registered(name: str, context: Any, items: list[pytree.TreeSpec], *, named_
     # Registered types of torch and Python rebuild enums and factories by importing names from the data.
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] in ("builtins", "collections", "torch"):
         raise QuarkError(
-            f"the stored inputs or outputs are of a type that nothing has registered: {brief(name)}; import the module "
-            "that does, then load again"
+            f"the stored inputs or outputs are of an unregistered type: {brief(name)}; import the module that "
+            "registers it, then load again"
         )
     names = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
     if named_tuple != (names is not None) or (names is not None and len(names) != len(items)):

@@ -162,7 +162,9 @@ class Format(ABC):
         if self.vector == 1:
             return tuple(shape)
         if not shape or shape[-1] % self.vector:
-            raise ValueError(f"{self} holds {self.vector} values in a code, which must divide the last of {[*shape]}")
+            raise ValueError(
+                f"{self} has {self.vector} values in each code, which must divide the last size of {[*shape]}"
+            )
         return *shape[:-1], shape[-1] // self.vector
 
     def shape_of(self, codes: Tensor) -> tuple[int, ...]:
@@ -238,9 +240,9 @@ class IntFormat(Format):
 
     def __post_init__(self) -> None:
         if self.sign_magnitude and not self.signed:
-            raise ConfigError("a format of sign and magnitude is signed; drop signed=False")
+            raise ConfigError("a sign-magnitude format is always signed; drop signed=False")
         if self.sign_magnitude and self.bits > 8:
-            raise ConfigError(f"a format of sign and magnitude has at most 8 bits, not {self.bits}; use int{self.bits}")
+            raise ConfigError(f"a sign-magnitude format has at most 8 bits, not {self.bits}; use int{self.bits}")
 
     @property
     def qmin(self) -> int:
@@ -467,7 +469,9 @@ class Codebook(Format):
         if table.dim() == 1 and not bool((table.diff() > 0).all()):
             raise ConfigError(f"the numbers of codebook {self.name!r} must increase")
         if self.signs and (table.dim() == 1 or bool((table < 0).any())):
-            raise ConfigError(f"signs go with vectors of magnitudes; codebook {self.name!r} has other values")
+            raise ConfigError(
+                f"signs require vectors of nonnegative magnitudes; codebook {self.name!r} has other values"
+            )
         if self.bits > 31:
             raise ConfigError(f"codebook {self.name!r} needs {self.bits} bits; a code has at most 31")
 

@@ -61,7 +61,9 @@ class Layout:
         if axis is None:
             return cls(tuple(shape), None, 1, flat=True)
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"axis {axis} of a tensor with {len(shape)} dimensions; choose one within its rank")
+            raise ValueError(
+                f"axis {axis} does not exist in a tensor with {len(shape)} dimensions; choose another axis"
+            )
         axis %= len(shape)
         block = shape[axis] if block_size < 0 else block_size
         return cls(tuple(shape), axis, max(1, block), flat=block_size == 0)

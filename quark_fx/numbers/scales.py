@@ -436,8 +436,8 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
         return scale
     if scale.rule is None:
         raise ConfigError(
-            f"scales in {data} do not share a scale: drop sub_group_size={count} of an earlier configuration, or use "
-            "integers such as int8_float16, or e8m0_floor"
+            f"scales in {data} do not share a scale: drop sub_group_size={count} from your older configuration, or use "
+            "integer scales such as int8_float16, or e8m0_floor"
         )
     return QuantizedScale(HALVES, count, scale)
 

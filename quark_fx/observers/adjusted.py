@@ -41,7 +41,7 @@ class Adjusted(Observer):
 
     def __post_init__(self) -> None:
         if isinstance(self.observer, Placeholder):
-            raise ConfigError(f"Adjusted changes the range of an observer that finds one, not {self.observer!r}")
+            raise ConfigError(f"Adjusted needs an observer that measures a range, not {self.observer!r}")
         if self.observer.weights_only:
             raise ConfigError(
                 f"observer {self.observer.name!r} chooses scales, not a range; Adjusted only changes ranges"

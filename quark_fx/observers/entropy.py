@@ -69,7 +69,7 @@ class Entropy(HistogramObserver):
         available = bins.counts.shape[1] if magnitudes else bins.counts.shape[1] // 2
         if start > available:
             raise ValueError(
-                f"{available} bins leave no candidate from bin {start} on: raise bins or lower quantized_bins"
+                f"{available} bins leave no candidate range from bin {start} on: raise bins or lower quantized_bins"
             )
         inside = torch.arange(start, available + 1, self.stride, device=low.device)
         ranges = [

@@ -38,8 +38,8 @@ class Percentile(HistogramObserver):
         super().__post_init__()
         if not 1 < self.percentile <= 100:
             raise ConfigError(
-                f"percentile={self.percentile} is in per cent, above 1 and up to 100: 99.9 keeps all but a thousandth "
-                "of the values"
+                f"percentile={self.percentile} must be a percentage above 1 and at most 100: for example, 99.9 keeps "
+                "all but a thousandth of the values"
             )
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

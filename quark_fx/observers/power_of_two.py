@@ -39,7 +39,7 @@ class NonOverflow(MinMax):
 
     def __post_init__(self) -> None:
         if self.rounding not in ("ceil", "nearest"):
-            raise ConfigError(f'rounding is "ceil" or "nearest", not {self.rounding!r}')
+            raise ConfigError(f'rounding must be "ceil" or "nearest", not {self.rounding!r}')
 
     def qparams(self, scheme: Scheme) -> QParams:
         low, high = self.range(scheme)
@@ -104,14 +104,14 @@ class PowerOfTwoMinMse(Observer):
         if self.mode not in (modes := ("all", "most_common", "percentile")):
             raise unknown("mode", self.mode, modes)
         if not self.offsets:
-            raise ConfigError("offsets are one or more integers; write offsets=(0, 1)")
+            raise ConfigError("offsets is empty; pass one or more integers, such as offsets=(0, 1)")
         for option, mode in (("percentile", "percentile"), ("vote", "most_common"), ("vote_symmetry", "most_common")):
             if self.mode != mode and getattr(self, option) != type(self).__dataclass_fields__[option].default:
-                raise ConfigError(f"{option} is an option of mode={mode!r}, and means nothing to mode={self.mode!r}")
+                raise ConfigError(f"{option} applies only to mode={mode!r}, not to mode={self.mode!r}")
         if self.bins == 1 or (self.bins and self.mode != "all"):
-            raise ConfigError(f'bins is 0, or at least 2 in mode "all", not {self.bins} in mode {self.mode!r}')
+            raise ConfigError(f'bins must be 0, or at least 2 in mode "all", not {self.bins} in mode {self.mode!r}')
         if not parse_format(self.vote).is_integer or self.vote_symmetry == Symmetry.ASYMMETRIC:
-            raise ConfigError(f"batches vote for a symmetric integer format, not {self.vote_symmetry} {self.vote}")
+            raise ConfigError(f"vote must be a symmetric integer format, not {self.vote_symmetry} {self.vote}")
 
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:

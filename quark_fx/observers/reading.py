@@ -42,7 +42,7 @@ class HistogramObserver(Observer):
         if self.grid not in GRIDS:
             raise GRIDS.unknown(self.grid)
         if self.grid == "dyadic" and self.bins & (self.bins - 1):
-            raise ConfigError(f"a dyadic grid has a power of two of bins on a side, not {self.bins}")
+            raise ConfigError(f"the number of bins of a dyadic grid must be a power of two, not {self.bins}")
 
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:

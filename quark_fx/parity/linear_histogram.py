@@ -103,7 +103,7 @@ class LinearHistogram(NamedTuple):
         if count > self.counts.shape[1]:
             raise ValueError(
                 f"the data needs {count} bins of the first batch's width, but the limit is {self.counts.shape[1]}: "
-                'use grid="dyadic", or a first batch that is representative'
+                'use grid="dyadic", or a representative first batch'
             )
         edges = self.edges[:, : count + 1].double()
         last = edges.gather(1, self.size[:, None])

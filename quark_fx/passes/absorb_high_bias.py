@@ -69,14 +69,14 @@ class AbsorbHighBias(Selective):
         beta, gamma = producer.node.meta["batch_norm"]
         shift = (beta - self.deviations * gamma).clamp(min=0) if rectified else beta
         if not bool((shift != 0).any()):
-            raise Declined("its mean is too near to where the ReLU cuts")
+            raise Declined("its mean is too close to the ReLU's threshold")
         reader = Linear.of(consumer)
         if reader is None or reader.bias_at is None:
             raise Declined(f"it is read by {target_name(consumer)} (%{consumer.name})")
         _require_sum(gm, producer, reader)
         bias = producer.bias
         if not is_parameter(bias) or len(bias.users) > 1:
-            raise Declined("its bias is not its own")
+            raise Declined("its bias is computed, or other operators read it too")
         moved = reader.response(parameter(gm, reader.weight), shift)
         if moved is None:
             raise Declined(f"the response of %{consumer.name} is not constant")
@@ -98,10 +98,10 @@ def _require_sum(gm: GraphModule, producer: Linear, reader: Linear) -> None:
     if not is_parameter(reader.weight) or not (reader.bias is None or is_parameter(reader.bias)):
         raise Declined(f"the weight or bias of %{name} is not constant")
     if reader.pads:
-        raise Declined(f"%{name} pads with zeros, which would have to be lowered, too")
+        raise Declined(f"%{name} pads with zeros, which would also have to be lowered")
     rank = value_of(gm, producer.node).dim()
     if producer.channel_dim(rank) != reader.channel_dim(rank):
-        raise Declined(f"%{name} sums over another dimension than its channels")
+        raise Declined(f"%{name} sums over a dimension other than the channels")
 
 
 def _add(gm: GraphModule, linear: Linear, position: int, change: Tensor) -> None:

@@ -47,7 +47,7 @@ _TRIES = 27
 
 _CODED_MATRICES = Condition(
     lambda op: not op.weight.is_cast and op.linear is not None and op.linear.matrices is not None,
-    "not every operator that reads it has codes",
+    "not every operator that reads it is quantized to codes",
 )
 """Operators that multiply matrices of codes."""
 

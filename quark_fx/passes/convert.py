@@ -44,8 +44,8 @@ def convert(gm: GraphModule, context: Context) -> int:
         what = [f"scales of {', '.join(missing)} are missing"] * bool(missing)
         what += [f"observers of {', '.join(leftovers)} are left in the graph"] * bool(leftovers)
         raise PassError(
-            f"{', and '.join(what)}; the pass of the observed stage puts `read_observers` into "
-            "context.calibrated.values and calls `remove_watches` (quark_fx.engine.calibration)"
+            f"{', and '.join(what)}; the pass of the observed stage must store the result of `read_observers` in "
+            "context.calibrated.values and call `remove_watches` (quark_fx.engine.calibration)"
         )
     coded = (op for op in plan.operators if isinstance(op, Coded))
     scales = {op.node: scale for op in coded if (scale := _input_scale(op, plan, calibration.values)) is not None}

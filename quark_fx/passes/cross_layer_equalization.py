@@ -70,7 +70,7 @@ class CrossLayerEqualization(Selective):
         for site, scale in zip(sites, scales, strict=True):
             name = site.name(names)
             if not bool((scale != 1).any()):
-                note(Change.skipped(name, "its channels are even"))
+                note(Change.skipped(name, "its channels already have equal ranges"))
                 continue
             apply_scale(gm, site, scale)
             rescaled += 1
@@ -82,7 +82,7 @@ class CrossLayerEqualization(Selective):
         for absorber in (*site.producers, *site.consumers):
             node = absorber.node
             if Linear.of(node) is None:
-                return f"{target_name(node)} (%{node.name}) takes part, and its constants cannot be equalized"
+                return f"{target_name(node)} (%{node.name}) uses these channels, and its constants cannot be equalized"
         if site.bounds and self.keep_scalar_bounds:
             return f"the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
         return ""

@@ -99,8 +99,8 @@ class GPTQ(Solver):
     def __post_init__(self) -> None:
         if self.two_sided and not self.static_groups:
             raise ConfigError(
-                "two_sided=True of GPTQ needs static_groups=True, because scales that move treat rows as independent; "
-                "leave out one of them"
+                "two_sided=True of GPTQ needs static_groups=True, because scales that change during the pass assume "
+                "independent rows; set static_groups=True, or drop two_sided"
             )
 
     @property
@@ -122,7 +122,7 @@ class GPTQ(Solver):
             weight = _refined(weight, target, seen.h, damping, sweeps=self.sweeps)
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
-            "static groups kept: groups differ in size or share scales across outputs"
+            "groups stay static: they differ in size or share scales across outputs"
             * (not self.static_groups and not dynamic),
             f"damped by {level:g}" * (level > self.damping),
             seen.unguided,
@@ -195,7 +195,7 @@ def _few(hessian: Hessian) -> str:
     """Return a remark on the experts of a stack that have fewer rows than inputs."""
     inputs = hessian.h.shape[-1]
     few = [f"{expert} ({count})" for expert, count in enumerate(hessian.rows.tolist()) if count < inputs]
-    return f"few rows: expert {', '.join(few)}" if len(hessian.rows) > 1 and few else ""
+    return f"too few calibration rows: expert {', '.join(few)}" if len(hessian.rows) > 1 and few else ""
 
 
 def _round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -241,7 +241,7 @@ class _Site:
     def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named], device: torch.device) -> _Site:
         """Return the site with the values that operators read in quantized form."""
         site, values = drawn.site, dict[tuple[Node, TensorSpec], _Value]()
-        reason, zeros = "no operator reads it in codes whose range is measured at run time", False
+        reason, zeros = "no operator that reads it quantizes it dynamically", False
         runs = {(absorber.parameter, absorber.axis): absorber.runs for absorber in site.absorbers}
         factors = {a.node: (folded, labels) for folded in site.norms for a, labels in folded.readers}
         for linear in site.readers:
@@ -250,7 +250,7 @@ class _Site:
                 continue
             along = runs.get((op.weight_node, linear.input_axis - len(linear.shape)))
             if along is None or mapping is None or mapping.stacked or mapping.kernel or mapping.offsets:
-                reason = "only products of rows and one matrix are learned from"
+                reason = "rotations are learned only for products of rows and one matrix"
                 continue
             factor = None
             if linear.node in factors:
@@ -261,7 +261,7 @@ class _Site:
             value = _Value(linear, mapping, op.input, along.flatten().to(device), factor)
             values.setdefault((linear.activation, op.input), value)
         if site.keeps_mean:
-            reason = "it has to keep means"
+            reason = "the rotation has to keep means"
         elif zeros:
             reason = "a factor of its norm is zero"
         elif values:

@@ -151,7 +151,7 @@ class LowRank(Selective):
         if refused:
             raise Declined(refused)
         if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
-            raise Declined("only products of rows and one matrix are split, no convolutions, stacks or tables")
+            raise Declined("LowRank splits only products of rows and one matrix, not convolutions, stacks, or tables")
         if BRANCH in linear.activation.meta:
             raise Declined("an earlier LowRank split its input; set a larger rank in that one")
         if op.weight.is_cast:
@@ -238,11 +238,11 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
     )
     if site.is_calibrated and other > _CONFIRMED * rest:
         reason = (
-            f"the directions leave {rest:.0%} of the calibration data and {other:.0%} of the validation data; "
-            "pass more data"
+            f"the chosen directions leave {rest:.0%} of the calibration data but {other:.0%} of the validation data "
+            "unexplained; pass more data"
         )
         return None, Change.skipped(site.name, reason)
-    what = f"rank {rank}, for {site.overhead(rank):.1%} of the multiplications; error times {other * columns:.2g}"
+    what = f"rank {rank}, adds {site.overhead(rank):.1%} multiplications; error multiplied by {other * columns:.2g}"
     return directions.cpu().contiguous(), Change(site.name, what, seconds=time.perf_counter() - began)
 
 

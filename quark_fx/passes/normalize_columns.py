@@ -57,7 +57,7 @@ class NormalizeColumns(Selective):
             before = float(squares.mean() / (squares * scale.square()).mean())
             apply_scale(gm, site.site, scale)
             said = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}"
-            context.note(Change(site.name, f"{said}; loss of error feedback times {1 / before:.3g}"))
+            context.note(Change(site.name, f"{said}; loss of error feedback multiplied by {1 / before:.3g}"))
             changed += 1
         return changed
 

@@ -190,7 +190,7 @@ def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
 def _unrotated(site: RotationSite, unrotated: Unrotated) -> str:
     """Return the reason why a target cannot multiply by a site's matrix at run time; empty if it can."""
     if site.read:
-        return "others read this value as it was, and no server rotates it back for them; set streams=False"
+        return "other operators read this value unrotated, and no runtime rotates it back for them; set streams=False"
     reasons = (unrotated(names_of(r.node).kinds, r.bias is not None, site.size) for r in site.readers)
     return next(filter(None, reasons), "")
 
@@ -216,7 +216,7 @@ def _channels_of_keys(gm: GraphModule, attention: Attention) -> int:
     if is_parameter(query):
         raise Declined("its queries are constants of the model")
     if output_node(gm) in keys.value.users:
-        raise Declined("the model returns its keys")
+        raise Declined("its keys are an output of the model")
     shape = value_of(gm, keys.value).shape
     fused = attention.node is attention.scores
     if keys.channels != len(shape) - 1 or not (fused or keys.across == -2):

@@ -61,7 +61,7 @@ class SmoothQuant(SampledScaling):
 
     def __post_init__(self) -> None:
         if not self.alphas:
-            raise ConfigError("alphas are one or more strengths from 0 to 1; write alphas=(0.5,)")
+            raise ConfigError("alphas is empty; pass one or more strengths from 0 to 1, such as alphas=(0.5,)")
 
     @property
     def grid(self) -> dict[str, list[float]]:

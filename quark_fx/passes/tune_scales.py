@@ -113,7 +113,8 @@ class TuneScales(Selective):
             if not math.isfinite(first):
                 raise CalibrationError(
                     f"the end loss of the quantized model on {context.data.judged_on} is {first}; check that the float "
-                    "model returns finite values for the calibration data, and that an attention mask leaves tokens"
+                    "model returns finite values for the calibration data, and that the attention mask does not mask "
+                    "all tokens"
                 )
             values = [p.detach().clone() for p in parameters]
             for step in range(1, self.iterations + 1):

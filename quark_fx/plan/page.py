@@ -179,7 +179,9 @@ def _figure(title: str, height: float) -> Figure:
     except ImportError as error:
         raise QuarkError("charts need matplotlib: pip install 'quark_fx[report]'") from error
     except OSError as error:
-        raise QuarkError(f"matplotlib cannot make a folder for its cache: {error}; name one in MPLCONFIGDIR") from error
+        raise QuarkError(
+            f"matplotlib cannot make a folder for its cache: {error}; set MPLCONFIGDIR to a writable folder"
+        ) from error
     figure = Figure(figsize=(7, height + 0.7), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
     return figure

@@ -319,13 +319,13 @@ def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Coll
             reason = excluded
         elif value.op != "get_attr" and not computed:
             reason = (
-                f"it is combined with a value of the input before {name} reads it; to quantize it, apply that value to "
-                "the input or output of the operator"
+                f"the weight is combined with a value computed from the input before {name} reads it; to quantize the "
+                "weight, apply that value to the operator's input or output instead"
             )
         elif value.op != "get_attr" and row is not None:
             reason = _COMPUTED
         elif not weight_arguments(node) and motion(node) is Motion.LOOK_UP:
-            reason = f"rows of a table are looked up by {name}; use torch.nn.functional.embedding"
+            reason = f"{name} looks up rows of a table; use torch.nn.functional.embedding instead"
             if value_of(gm, weight).dim() == 3:
                 reason += ", and for stacks of experts of transformers set_experts_implementation('grouped_mm')"
         else:
@@ -334,8 +334,8 @@ def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Coll
 
 
 _COMPUTED = (
-    "it is computed from parameters in the graph; add quark_fx.passes.fold_constants to the passes, which makes it one "
-    "constant of up to 64 MiB, or twice its parameters"
+    "this operand is computed from parameters in the graph; add quark_fx.passes.fold_constants to the passes to store "
+    "it as a constant of up to 64 MiB, or twice its parameters"
 )
 
 
@@ -399,15 +399,15 @@ def _without_scales(attention: Attention, spec: TensorSpec) -> str:
         shape, why = cached.value.meta["val"].shape, ""
         sizes = [static_size(size) for d, size in enumerate(shape) if d not in (0, cached.tokens)]
         if spec.granularity is Granularity.CHANNEL and None in sizes:
-            why = f"heads and channels of {cached.value.name} vary in number"
+            why = f"the number of heads or channels of {cached.value.name} varies"
         elif spec.granularity is Granularity.HEAD and cached.shares_channels:
             why = f"the heads of {cached.value.name} share channels, so a cache holds latents instead of heads"
         elif spec.granularity is Granularity.HEAD and len(cached.heads) != 1:
-            why = f"{cached.value.name} has no dimension for heads alone"
+            why = f"{cached.value.name} has no dimension that holds only heads"
         elif spec.granularity is Granularity.HEAD and static_size(shape[cached.heads[0]]) is None:
-            why = f"heads of {cached.value.name} vary in number"
+            why = f"the number of heads of {cached.value.name} varies"
         if why:
-            return f"{why}; give it one scale: granularity='tensor'"
+            return f"{why}; use a single scale: granularity='tensor'"
     return ""
 
 
@@ -432,7 +432,7 @@ def _plan_operator(
     elif excluded := config.exclusion(name, *kinds):
         reason = excluded
     elif without := next((kind for kind in kinds if kind in config.target.placement.in_float), None):
-        reason = f"target={str(config.target)!r} has no {without} with weights in codes"
+        reason = f"target={str(config.target)!r} does not support {without} with quantized weights"
     elif not row.by_default and not selected:
         reason = "products of activations stay in float unless an override selects them"
     elif stored is not None and DEPTHWISE in roles and _is_lent(node, stored.node) and not selected:
@@ -459,7 +459,9 @@ def _unreadable(node: Node, weight: Node, row: Operator, constants: Collection[N
     value = argument(node, row.activations[-1])
     if value in constants:
         return _COMPUTED
-    return "it is the left operand of a product; write `weight @ x` as `(x.mT @ weight.mT).mT` to quantize it"
+    return (
+        "the parameter is the left operand of a product; write `weight @ x` as `(x.mT @ weight.mT).mT` to quantize it"
+    )
 
 
 def _beside(node: Node) -> str:
@@ -467,7 +469,7 @@ def _beside(node: Node) -> str:
     assert base is not None  # by definition of the role
     return (
         f"low-rank branch next to {names_of(base).name}: adapters stay in float unless an override selects them; merge "
-        "it into the weight to quantize both"
+        "the adapter into the weight to quantize both"
     )
 
 
@@ -475,8 +477,8 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
     linear = Linear.of(op.node)
     if linear is not None and linear.kernel and op.input is not None and op.input.granularity is Granularity.TOKEN:
         raise ConfigError(
-            f"{op.name} is a convolution, whose tokens are not rows of the last dimension: give it "
-            f"Override(pattern={op.name!r}, input=...) with granularity='tensor', or None"
+            f"{op.name} is a convolution, which does not support granularity='token' (its tokens are not rows of the "
+            f"last dimension): add Override(pattern={op.name!r}, input=...) with granularity='tensor', or None"
         )
     pairs = pair_bound(op.kind, linear, weight, op.input) if config.target.limits_pairs else None
     return Coded(**vars(op), weight=weight, weight_node=weight_node, linear=linear, pairs=pairs)
@@ -780,7 +782,7 @@ def _warn_without_cache(config: QuantConfig, attentions: Sequence[PlannedOperato
         return
     reasons = dict.fromkeys(op.reason for op in attentions if isinstance(op, LeftInFloat))
     why = "; ".join(reasons) or "no attention was found: neither the fused operator nor a softmax between two products"
-    warn(f"kv_cache quantizes nothing: {why}")
+    warn(f"kv_cache has no effect: {why}")
 
 
 def _warn_overruled(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:

@@ -197,7 +197,9 @@ class Report:
         """
         names = list(dict.fromkeys(record.name for record in self.passes))
         if name is not None and name not in names:
-            raise ConfigError(f"no pass {name!r} ran; the run had: {', '.join(names) or 'none'}{nearest(name, names)}")
+            raise ConfigError(
+                f"no pass {name!r} ran; passes of this run: {', '.join(names) or 'none'}{nearest(name, names)}"
+            )
         changes = [(one.name, change) for one in self.passes if name in (None, one.name) for change in one.changes]
         return "\n".join(_changes("", changes, full=full).lines())
 
@@ -215,8 +217,8 @@ class Report:
         for name, where in self.draws.items():
             outputs.setdefault(where, []).append(name)
         return [
-            f"{where} draws random numbers, so each call has other values of {', '.join(names)}; make the numbers an "
-            "input of the model to compare its results"
+            f"{where} draws random numbers, so {', '.join(names)} differs in every call; to compare results, make the "
+            "random numbers an input of the model"
             for where, names in outputs.items()
         ]
 

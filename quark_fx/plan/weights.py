@@ -152,7 +152,7 @@ def quantize_tensor(
     """
     if spec.is_cast:
         if not torch.isfinite(x).all():
-            raise ValueError("it holds NaN or infinity")
+            raise ValueError("the value contains NaN or infinity")
         if not torch.isfinite(x.to(spec.format.dtype)).all():
             raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
         return QuantizedTensor.cast(x, spec.format)
@@ -192,7 +192,7 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
     if kind.has_unit:
         amax = x.detach().abs().amax() if amax is None else amax
         if not torch.isfinite(amax):
-            raise ValueError("it holds NaN or infinity")
+            raise ValueError("the value contains NaN or infinity")
         scheme = replace(scheme, scale=kind.of_tensor(amax, scheme))
     observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:

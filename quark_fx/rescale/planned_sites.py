@@ -36,7 +36,7 @@ class Condition:
 
 READS_WHOLE = Condition(
     lambda op: op.linear is not None and op.linear.groups == 1 and not op.weight.is_cast,
-    "not every operator that reads it has codes, and all channels in every output",
+    "not every operator that reads it is quantized and uses all channels for every output",
 )
 """Operators whose weights have codes and read all channels."""
 

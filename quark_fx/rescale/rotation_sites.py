@@ -155,7 +155,7 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
         elif linear.groups > 1:
             reasons[linear.node] = "it has groups of channels"
         elif target_name(_unsplit(value)) == ROTATE:
-            reasons[linear.node] = "its input is rotated at run time already"
+            reasons[linear.node] = "its input is already rotated at run time"
         elif isinstance(value, Node):
             rank = len(walk.shape(value))
             axis = linear.channel_dim(rank)
@@ -316,7 +316,7 @@ class _Sites:
                 continue
             runs = _rotated(absorption, places, groups.shape)
             if runs is None:
-                raise Declined(f"the channels of {absorption.parameter.target} do not come in whole runs")
+                raise Declined(f"the channels of {absorption.parameter.target} do not form complete blocks")
             absorbers.append(runs)
         stopped = (self._laid_out(place, v, groups.shape[1]) for v in walk.made if self._within(place, v))
         values = list(dict.fromkeys(stopped))
@@ -443,7 +443,7 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
     if rotation.size != site.size:
         raise ValueError(f"the site takes a matrix of size {site.size}, not {rotation.size}")
     if site.keeps_mean and not rotation.keeps_mean:
-        raise ValueError("the site has a norm that subtracts means; give Rotation.random(..., keeps_mean=True)")
+        raise ValueError("the site has a norm that subtracts means; pass Rotation.random(..., keeps_mean=True)")
     for folded in site.norms:
         _fold(gm, folded)
     for absorber in site.absorbers:

@@ -66,7 +66,9 @@ class GradientSolver(Schedule, ABC):
         weights_of = own_weights(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
         if self.scale_rate and not learns_scales:
-            context.note(Change.skipped("scale_rate", "activation scales may not take any value (scale)"))
+            context.note(
+                Change.skipped("scale_rate", "activation scales are restricted to certain values by the option `scale`")
+            )
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
             if run.finished or not (weights := self._learnable(run, weights_of(run.module), context)):
                 continue
@@ -87,7 +89,8 @@ class GradientSolver(Schedule, ABC):
             elif self.unit is Unit.OPERATOR and weight.linear.offsets_at is not None:
                 # The quantized model may route a token differently from the float model, so rows would not correspond.
                 reasons[weight.node] = (
-                    "data selects the rows it multiplies; unit='block' learns it together with that selection"
+                    "which rows it multiplies depends on the data; unit='block' learns this weight together with the "
+                    "selection of rows"
                 )
         for weight in weights:
             if weight.node in reasons:
@@ -195,7 +198,7 @@ class _Reconstruction:
             changed_parts = [what for what, changed in parts.items() if changed]
             what = ", ".join([f"{share:.1%} of the codes"] * (share > 0 or not changed_parts) + changed_parts)
             if self.schedule.fits_scales and not weight.movable(self.run.module):
-                what += "; scales kept: not free to change"
+                what += "; scales kept, because they are fixed"
             if reason := self.declined.get(weight.name):
                 what += f"; not learned: {reason}"
             self.context.note(Change(weight.name, what, share > 0 or bool(changed_parts), before, best, seconds))

@@ -37,7 +37,7 @@ scales differ little compared with the error that each of them removes."""
 _CODED_INPUT = Condition(
     # The rows that an expert reads depend on the data, so samples of its activation may not be its real input.
     lambda op: op.kind != "experts" and op.input is not None and not op.input.is_cast,
-    "not every operator that reads it multiplies codes by codes, or data chooses its rows",
+    "not every operator that reads it multiplies quantized inputs by quantized weights, or the data selects its rows",
 )
 """Condition that an operator's input is quantized, and is the same in every run on one batch."""
 

@@ -381,7 +381,7 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
         if chooser.only and activation.scale_name not in read:
             context.note(Change.skipped(name, NOT_SELECTED))
         elif activation.rounding.spec.scale != FLOAT32:
-            context.note(Change.skipped(name, "its scale may not take any value (scale)"))
+            context.note(Change.skipped(name, "its scale is restricted to certain values by the option `scale`"))
         else:
             free[activation.scale_name] = activation
 

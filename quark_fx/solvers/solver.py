@@ -127,7 +127,9 @@ class Solver(Selective, ABC):
             )
         if self.chooses not in reads.choices:
             names = ", ".join(r.__name__ for r in (InputHessian, Input, OutputError) if self.chooses in r.choices)
-            raise ConfigError(f"{name} chooses {chosen}, and {type(reads).__name__} says nothing of one; read {names}")
+            raise ConfigError(
+                f"{name} chooses {chosen}, but {type(reads).__name__} has no data for that choice; set reads to {names}"
+            )
         return reads
 
     @property
@@ -201,7 +203,9 @@ def solver(cls: S) -> S:
     kinds, chosen = (QuantizedMatrix, Bias, Activation), getattr(cls, "chooses", QuantizedMatrix)
     if chosen not in kinds:
         names = ", ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"chooses of {cls.__name__} must be one of the classes {names}, not {brief(chosen)}")
+        raise ConfigError(
+            f"the type argument of {cls.__name__} must be one of the classes {names}, not {brief(chosen)}"
+        )
     register: Any = graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, validated=True)
     registered: S = register(cls)
     return registered
@@ -402,7 +406,7 @@ def _proposed(answer: object, now: object) -> Proposal | Skip:
     if isinstance(answer, Skip) or (isinstance(answer, Proposal) and type(answer.value) is type(now)):
         return answer
     got = f"Proposal({type(answer.value).__name__})" if isinstance(answer, Proposal) else type(answer).__name__
-    raise PassError(f"solve returns a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
+    raise PassError(f"solve must return a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:

@@ -98,8 +98,8 @@ class Stored:
 
     def _error(self) -> ConfigError:
         return ConfigError(
-            f"{self.what} {self.name!r} is known from a stored model only; import the module that registers it and "
-            f"load the model again{self.remedy}"
+            f"{self.what} {self.name!r} is known only by its name, from a stored model; import the module that "
+            f"registers it and load the model again{self.remedy}"
         )
 
 

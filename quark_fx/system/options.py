@@ -239,9 +239,8 @@ def _too_many(
 ) -> ConfigError:
     """Return the error for too many positional arguments."""
     return ConfigError(
-        f"{owner} takes {len(placed)} argument(s) without a name, {', '.join(placed)}, and {len(placed) + extra} were "
-        "given"
-        + (f"; write the names of the others: {', '.join(by_name)}" if by_name else "")
+        f"{owner} takes {len(placed)} positional argument(s), {', '.join(placed)}, but {len(placed) + extra} were given"
+        + (f"; pass the others by name: {', '.join(by_name)}" if by_name else "")
         + elsewhere.get("device", "")
     )
 
@@ -436,12 +435,12 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = [f.name for f in fields(cls) if f.init]
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
+        raise ConfigError(f"a {cls.__name__} must be a mapping with the keys {', '.join(names)}, not {brief(data)}")
     options = [f.name for f in fields(cls) if not f.metadata.get("state")]
     if missing := set(data) - set(names):
         for name in sorted(missing):
             if (value := fixed_value(cls, name)) is not None:
-                raise ConfigError(f"{name} of {cls.__name__} is fixed at {value}; leave it out")
+                raise ConfigError(f"{name} of {cls.__name__} is fixed at {value}; omit this field")
         if hint := next(filter(None, map(getattr(cls, "earlier_fields", {}).get, sorted(missing))), ""):
             raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(missing))}; {hint}")
         raise absent(cls.__name__, "field", missing, options)

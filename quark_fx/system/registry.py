@@ -84,8 +84,8 @@ class Registry(dict[str, E], Generic[E, V]):
             owner = (sys._getframe(depth).f_globals.get("__name__", ""), "")
         if name in self and _definition(self._owners.get(name, owner)) != _definition(owner):
             raise self.error(
-                f"{_place(owner)} registers {self.what} {name!r}, but {self.owner(name)} has that name, which "
-                "configurations and files refer to; choose another name"
+                f"{_place(owner)} registers {self.what} {name!r}, but {self.owner(name)} already uses that name, by "
+                "which configurations and files refer to it; choose another name"
             )
         self[name], self._owners[name] = entry, owner
         if hasattr(entry, "__qualname__"):
@@ -135,7 +135,7 @@ class Registry(dict[str, E], Generic[E, V]):
         if not isinstance(name, str):
             article = "an" if self.what[0] in "aeiou" else "a"
             raise ConfigError(
-                f"{article} {self.what} is a name, or a mapping of its name and options, not {brief(data)}"
+                f"{article} {self.what} must be a name, or a mapping of a name and options, not {brief(data)}"
             )
         try:
             return self._made(name, options)
@@ -171,8 +171,8 @@ class Registry(dict[str, E], Generic[E, V]):
         if name in self and self[name] is not definition:
             place = _place((definition.__module__, definition.__qualname__))
             raise self.error(
-                f"{place} is not registered, and {self.owner(name)} has its name, {name!r}, which configurations and "
-                "files refer to; register yours under another name"
+                f"{place} is not registered, and {self.owner(name)} already uses its name, {name!r}, in configurations "
+                "and files; register yours under another name"
             )
         return name
 

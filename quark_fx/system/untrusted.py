@@ -126,7 +126,7 @@ def _require_short_numbers(value: Any) -> None:
     while level:
         item = level.pop()
         if isinstance(item, int) and item.bit_length() > _MOST_BITS:
-            raise ValueError(f"it holds {brief(item)}; the largest that is read has {_MOST_BITS}")
+            raise ValueError(f"it contains {brief(item)}; the limit is {_MOST_BITS} bits")
         if isinstance(item, dict | list) and id(item) not in visited:
             visited.add(id(item))
             level += [*item, *_items(item)]
@@ -168,7 +168,7 @@ def _require_distinct_keys(document: Any) -> None:
         for key, value in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if isinstance(key, yaml.ScalarNode) and name in lines:
-                raise yaml.YAMLError(f"key {brief(name)} is in lines {lines[name]} and {line}; keep one of them")
+                raise yaml.YAMLError(f"key {brief(name)} occurs in lines {lines[name]} and {line}; keep one of them")
             lines[name] = line
             pending += (key, value)
 

@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from quark_fx.errors import ExportError, QuarkError
 
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free disk space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make its directory writable"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way"),
-    errno.EISDIR: "a directory is in the way",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "remove the file that is in the way"),
+    errno.EISDIR: "remove the directory that is in the way",
     errno.ENOENT: "create its directory",
 }
 
@@ -68,7 +68,7 @@ def require_file_place(path: Path) -> None:
     """Raise `ExportError` if `path` is a directory, is not writable, or is in a directory that does not exist."""
     require_possible(path)
     if path.is_dir():
-        raise ExportError(f"{path} is a directory, and the output a file; choose another name")
+        raise ExportError(f"{path} is a directory, but the output is a file; choose another name")
     require_writable(path)
     if not path.parent.is_dir():
         raise ExportError(f"{path} cannot be written: the directory {path.parent} does not exist; create it first")

@@ -79,7 +79,7 @@ ONNX_TYPES = (
     ),
     Refusal(
         _measures_lone_8_bit_scales,
-        "ONNX computes 8-bit scales at run time per group only; set granularity='group', or target='torch'",
+        "ONNX computes 8-bit scales at run time only per group; set granularity='group', or target='torch'",
     ),
     Refusal(
         _groups_with_zero_points,
@@ -87,7 +87,7 @@ ONNX_TYPES = (
     ),
     Refusal(
         _measures_a_share_of_groups,
-        "ONNX uses the whole range of activations in groups; drop the observer, or use target='torch'",
+        "ONNX always uses the whole range of activations in groups; drop the observer, or use target='torch'",
     ),
 )
 """Rules for specs that ONNX files cannot store."""

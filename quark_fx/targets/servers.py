@@ -162,11 +162,11 @@ def refusals(server: str, weights: str) -> tuple[Refusal, ...]:
         ),
         Refusal(
             _lacks(server, Operand.INPUT),
-            f"{server} does not support activations in {{spec}}; it reads {', '.join(reads)}; set input=None, {ELSE}",
+            f"{server} does not support activations in {{spec}}; use {', '.join(reads)}; or set input=None, {ELSE}",
         ),
         Refusal(
             _measures_a_share,
-            f"{server} measures the whole range at run time; drop the observer, {ELSE}",
+            f"{server} always uses the whole range that it measures at run time; drop the observer, {ELSE}",
         ),
         Refusal(
             _is_rounded_late,
@@ -193,13 +193,11 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         is_float = not weight.format.is_integer
         square = weight.group_size if weight.group_rows > 1 else None
         if kind == "experts" and (read is not None or square):
-            return (
-                f"experts of a checkpoint read float activations, without square blocks; set input=None and {_CHANNEL}"
-            )
+            return f"experts of a checkpoint need float activations and no square blocks; set input=None and {_CHANNEL}"
         otherwise = "exclude it, or use fp8_e4m3" if is_float else f"set {_CHANNEL} for it"
         sizes = () if linear is None else (linear.shape[linear.output_axis], linear.shape[linear.input_axis])
         if square and any(size % square for size in sizes):
-            return f"its outputs or inputs are not a multiple of {square}; exclude it, or use granularity='channel'"
+            return f"its outputs or inputs are not a multiple of {square}; exclude it, or set granularity='channel'"
         if why := undivided_groups(weight, linear, () if is_float else (128, 64, 32), otherwise):
             return why
         if read is not None and (why := undivided_groups(read, linear, (), "exclude it", shorter=False)):
@@ -208,18 +206,18 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
             rows = [row for row in PRODUCTS if row.on(server) and row.has(Operand.WEIGHT, weight)]
             reads = ", ".join(dict.fromkeys(kind for row in rows for kind in row.reads))
             return (
-                f"{server} cannot multiply {weight} weights by {read or _FLOAT} activations; with these weights they "
-                f"are {reads}; change input= or weight="
+                f"{server} cannot multiply {weight} weights by {read or _FLOAT} activations; these weights need "
+                f"activations in {reads}; change input= or weight="
             )
         if read is None:
             return ""
         if not weight.scheme.symmetric:
             return "weights must not have zero points if activations are rounded; set symmetry='symmetric'"
         if not read.scheme.symmetric and (weight.group_size or weight.format.bits < 8):
-            return "activations must not have zero points with packed weights; set format='int8' of input"
+            return "activations must not have zero points with packed weights; set format='int8' in input"
         # A fused layer has one scale for all of its weights.
         again = is_float and weight.granularity is Granularity.TENSOR
-        return f"{server} rounds FP8 weights per tensor again when it fuses them; set granularity='channel'" * again
+        return f"{server} rounds per-tensor FP8 weights again when it fuses them; set granularity='channel'" * again
 
     return refuses
 

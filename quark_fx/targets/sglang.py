@@ -28,12 +28,12 @@ def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -
         # SGLang loads all experts as quantized experts, even if `dynamic` in the configuration excludes them.
         return "GPTQ with experts in float; use format='compressed-tensors' or 'awq'"
     if form == "modelopt":
-        return "ModelOpt's layout as it is written here for vLLM; use format='compressed-tensors'"
+        return "the ModelOpt layout that quark_fx writes for vLLM; use format='compressed-tensors'"
     return unread(form, config, left_experts)
 
 
 def _unrotated(*_: object) -> str:
-    return "SGLang does not rotate inputs at run time; target='vllm' does"
+    return "SGLang does not rotate inputs at run time, but target='vllm' does"
 
 
 SGLANG = Target(

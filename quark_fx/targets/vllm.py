@@ -21,7 +21,7 @@ def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:
     if has_bias:
         return "vLLM does not rotate inputs of layers with a bias at run time"
     if size > _LARGEST:
-        return f"vLLM supports rotations of size up to {_LARGEST} at run time, not {size}; set block=64 of Rotate"
+        return f"vLLM supports rotations of size up to {_LARGEST} at run time, not {size}; set block=64 in Rotate"
     return ""
 
 

@@ -419,7 +419,7 @@ def test_a_function_weights_the_parts_of_one_output() -> None:
     )
     assert found.metric == "by_part"
     metrics: Any = (
-        (lambda outputs, targets: 0.5, "metric returned float; it gets two lists"),
+        (lambda outputs, targets: 0.5, "metric returned float; it must take two lists"),
         (lambda outputs, targets: outputs[0] - targets[0], r"metric returned Tensor of shape \(4, 10, 8, 8\)"),
         (
             lambda outputs, targets: (outputs[0].argmax(1) != targets[0].argmax(1)).float().mean(),

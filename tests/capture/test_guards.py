@@ -71,7 +71,7 @@ def test_a_size_that_stays_a_size_fixes_nothing(name: str) -> None:
 
 def test_a_fixed_dimension_that_should_vary_is_refused() -> None:
     with pytest.raises(
-        qfx.CaptureError, match="other sizes of dimension 2 of x, but the model's code converts a size computed from it"
+        qfx.CaptureError, match="other sizes of dimension 2 of x, but the model's code turns a size computed from it"
     ):
         qfx.quantize(
             Computed(FIXING["a number"]).eval(),
@@ -240,7 +240,7 @@ def takes_right_values(captured: Captured, model: nn.Module, x: Tensor) -> bool:
     try:
         leaves = captured.signature.flatten((x,), {})
     except qfx.QuarkError as error:
-        if "the captured path through" in str(error) or "the graph holds from" in str(error):
+        if "the captured path through" in str(error) or "the graph is valid from" in str(error):
             return False
         raise
     torch.testing.assert_close(captured.module(*leaves)[0], model(x))
@@ -271,7 +271,7 @@ def test_a_refusal_says_what_is_compared_and_where(tmp_path: Path) -> None:
         one(torch.randn(5, 3, 32, 48))
         with pytest.raises(qfx.QuarkError, match=rf"requires x.shape\[2\] != x.shape\[3\] at test_guards.py:{line};"):
             one(torch.randn(2, 3, 32, 32))
-    with pytest.warns(UserWarning, match=r"the file agrees with the model where x.shape\[2\] != x.shape\[3\]"):
+    with pytest.warns(UserWarning, match=r"the file agrees with the model only where x.shape\[2\] != x.shape\[3\]"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
 
 
@@ -351,9 +351,9 @@ def test_the_export_of_a_file_names_limits_that_the_code_has(tmp_path: Path) -> 
             return y * 3 if x.shape[1] > 16 else y
 
     qmodel = qfx.quantize(Long().eval(), "int8_dynamic", [torch.randn(4, 12, 4)], progress=False)
-    with pytest.raises(qfx.QuarkError, match="the graph holds from 1 to 16"):
+    with pytest.raises(qfx.QuarkError, match="the graph is valid from 1 to 16"):
         qmodel(torch.randn(2, 20, 4))
-    with pytest.warns(UserWarning, match=r"agrees with the model where x.shape\[1\] <= 16"):
+    with pytest.warns(UserWarning, match=r"agrees with the model only where x.shape\[1\] <= 16"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
 
 

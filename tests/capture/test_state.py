@@ -932,5 +932,5 @@ def test_a_table_by_a_size_that_varies_is_refused_with_a_way_out() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.tables.setdefault(x.shape[-1], torch.ones(()))
 
-    with pytest.raises(qfx.CaptureError, match=r"looked up by a size.*int\(size\), or pass `dynamic_shapes`"):
+    with pytest.raises(qfx.CaptureError, match=r"indexed by a size.*int\(size\), or pass `dynamic_shapes`"):
         qfx.capture_graph(BySize().eval(), rand(4, 8))

@@ -352,12 +352,12 @@ DAMAGE = {
     _leaving: "names the shard .* which is not a safetensors file next to it",
     _nothing: "config.json cannot be read.*pass the directory",
     _nested: "config.json cannot be read.*nested",
-    _aqlm: "quantized by 'aqlm'.*pass the float checkpoint",
-    _stray_method: "quantized by .*pass the float checkpoint",
+    _aqlm: "quantized by 'aqlm'.*pass the original float checkpoint",
+    _stray_method: "quantized by .*pass the original float checkpoint",
     _codes: "holds codes without scales.*a.weight.*pass the float checkpoint",
-    _contradicting: "part-0.safetensors lacks absent.weight, which the index says it holds; fetch the shard again",
+    _contradicting: "part-0.safetensors lacks absent.weight, which the index lists for it; fetch the shard again",
     _twice: "part-1.safetensors and .*part-0.safetensors both hold .*; remove one of them",
-    _empty: "holds 0 tensors, and none is a matrix of floats called .*weight; pass the directory",
+    _empty: "holds 0 tensors, but none is a float matrix called .*weight; pass the directory",
     _infinite: "cannot be quantized.*not finite.*ignore",
 }
 
@@ -384,7 +384,7 @@ def test_outputs_and_schemes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("fp8_dynamic", tmp_path, {}, "contain each other"),
         ("fp8_dynamic", tmp_path / "full", {}, "exists already; remove it"),
         ("fp8_dynamic", tmp_path / "out", {}, "is in the way"),
-        ("w4a16_gptq", tmp_path / "new", {}, "needs calibration data.*quantize the model, or choose .*fp8_dynamic"),
+        ("w4a16_gptq", tmp_path / "new", {}, "needs calibration data.*use quantize, or choose .*fp8_dynamic"),
         ("int8_static", tmp_path / "new", {}, "needs calibration data"),
         ("fp8_dynamik", tmp_path / "new", {}, "fp8_dynamic"),
         ("fp8_dynamic", tmp_path / "new", {"ignore": ["re:("]}, "not a regular expression"),
@@ -397,7 +397,7 @@ def test_outputs_and_schemes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(QuarkError, match=f"(?s){message}") as caught:
             qfx.convert(source, scheme, output, progress=False, **options)
         assert isinstance(caught.value, ConfigError | ExportError)
-    with pytest.warns(UserWarning, match=r"no layer matches '\*nothing\*' of ignore"):
+    with pytest.warns(UserWarning, match=r"no layer matches '\*nothing\*' in ignore"):
         qfx.convert(source, "fp8_dynamic", tmp_path / "new", ignore=["*nothing*"], dry_run=True)
     (tmp_path / "empty").mkdir()
     qfx.convert(source, "fp8_dynamic", tmp_path / "empty", progress=False)

@@ -189,7 +189,7 @@ def configured(**settings: Any) -> Callable[[Path], None]:
 
 
 MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "unknown bits": (configured(bits=5), "5 bits in the layout 'gptq' of gptq, which is not decoded"),
+    "unknown bits": (configured(bits=5), "5 bits in the layout 'gptq' of gptq, which quark_fx does not decode"),
     "bits of other words": (configured(bits=8), "g_idx|qweight of shape"),
     "unknown layout": (configured(checkpoint_format="marlin"), "layout 'marlin' of gptq"),
     "layout of another method": (configured(checkpoint_format="gemm"), "layout 'gemm' of gptq"),
@@ -203,8 +203,8 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "short codes": (replaced("qweight", lambda t: t[:-1]), "qweight of shape"),
     "zero points of other groups": (replaced("qzeros", lambda t: t[:1]), "qzeros of shape"),
     "scales of other groups": (replaced("scales", lambda t: t[:1]), "scales of shape"),
-    "a group too far": (replaced("g_idx", lambda t: t + 1), "g_idx names other groups"),
-    "a negative group": (replaced("g_idx", lambda t: t - 1), "g_idx names other groups"),
+    "a group too far": (replaced("g_idx", lambda t: t + 1), "g_idx does not assign"),
+    "a negative group": (replaced("g_idx", lambda t: t - 1), "g_idx does not assign"),
     "no zero points": (without("qzeros"), "KeyError: 'qzeros'"),
     "no scales": (without("scales"), "KeyError: 'scales'"),
     "no codes": (without("qweight"), "scales without codes"),
@@ -235,7 +235,7 @@ def test_other_codes_of_modelopt_are_refused(kind: str, tmp_path: Path) -> None:
         kind
     ]
     with pytest.raises(
-        CheckpointError, match=f"a has ModelOpt .*{message}, which quark_fx does not decode; pass the float"
+        CheckpointError, match=f"a has ModelOpt .*{message}, which quark_fx does not decode; pass the original float"
     ):
         values(tmp_path)
 
@@ -299,7 +299,7 @@ def test_a_model_that_transformers_loaded_from_codes_is_refused(method: str) -> 
     settings.quant_method = method
     for stored in (settings, {"quant_method": method}):
         model.config.quantization_config = stored
-        with pytest.raises(ConfigError, match=f"loaded from codes of {method}; pass the directory"):
+        with pytest.raises(ConfigError, match=f"loaded with weights quantized by {method}; pass the directory"):
             qfx.quantize(model, "int8_dynamic", [{"input_ids": IDS}], progress=False)
 
 

@@ -227,7 +227,7 @@ def test_an_interrupted_stream_is_continued(
         assert [file.name for file in out.iterdir()] == ["unfinished"], "nothing there looks finished"
         with pytest.raises(
             ConfigError,
-            match=r"output_dir .* holds blocks that another run finished, with other data.*remove .*unfinished,",
+            match=r"output_dir .* contains finished blocks of a run with different data.*delete .*unfinished and",
         ):
             quantize(tmp_path / "model", config, IDS[1:], resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     else:
@@ -313,7 +313,7 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
 
 def test_an_output_directory_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text("mine")
-    with pytest.raises(ConfigError, match=r"output_dir .* holds graph.json already"):
+    with pytest.raises(ConfigError, match=r"output_dir .* already contains graph.json"):
         quantize(seeded(Patches()), INT8_STATIC, images(4), resources=qfx.Resources(output_dir=tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["graph.json"]
 
@@ -382,7 +382,7 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "header": (lambda d: first_shard(d).write_bytes(b"\xff" * 400), "is damaged or truncated"),
     "empty": (lambda d: first_shard(d).write_bytes(b""), "is damaged or truncated"),
     "missing": (lambda d: first_shard(d).unlink(), "is missing; fetch it again"),
-    "mislabelled": (swap_shards, r"lacks .*, which the index says it holds"),
+    "mislabelled": (swap_shards, r"lacks .*, which the index lists for it"),
     "twice": (hold_twice, r"both hold"),
     "unlisted": (lambda d: change_index(d, lambda index: index.popitem()), r"does not list .*, which the shards hold"),
     "outside": (
@@ -397,23 +397,29 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model": (lambda d: (d / "config.json").unlink(), "does not say which model this is"),
     "class": (lambda d: configured(d, architectures=["Nobody"]), "names 'Nobody', which transformers"),
     "function": (lambda d: configured(d, architectures=["pipeline"]), "names 'pipeline', which transformers"),
-    "kernel": (lambda d: configured(d, attn_implementation="some/kernel"), "asks for code to be fetched: some/kernel"),
+    "kernel": (
+        lambda d: configured(d, attn_implementation="some/kernel"),
+        "asks transformers to fetch code: some/kernel",
+    ),
     "kernel of a part": (
         lambda d: configured(d, _attn_implementation={"": "some/kernel"}),
-        "to be fetched: some/kernel",
+        "to fetch code: some/kernel",
     ),
-    "kernel of experts": (lambda d: configured(d, parts=[{"experts_implementation": "a/b"}]), "to be fetched: a/b"),
-    "kernel in escapes": (escape_kernel, "asks for code to be fetched: some/kernel"),
-    "quantized": (lambda d: configured(d, quantization_config={"bits": 4}), "is quantized by .*; pass the float"),
+    "kernel of experts": (lambda d: configured(d, parts=[{"experts_implementation": "a/b"}]), "to fetch code: a/b"),
+    "kernel in escapes": (escape_kernel, "asks transformers to fetch code: some/kernel"),
+    "quantized": (
+        lambda d: configured(d, quantization_config={"bits": 4}),
+        "is quantized by .*; pass the original float",
+    ),
     "quantized part": (
         lambda d: configured(d, text_config={"quantization_config": {"quant_method": "fp8"}}),
         "holds no codes of fp8, which config.json names in text_config.quantization_config; fetch",
     ),
     "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, so .*; read it with qfx.load"),
-    "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),
+    "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "refers to"),
     "shape": (widen, "is not a checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
-    "many layers": (lambda d: configured(d, num_hidden_layers=100_000), "asks for num_hidden_layers=100000, and the"),
+    "many layers": (lambda d: configured(d, num_hidden_layers=100_000), "asks for num_hidden_layers=100000, but the"),
     "layers beyond memory": (lambda d: configured(d, num_hidden_layers=10**15), "asks for num_hidden_layers=1000000"),
     "a long generation": (lambda d: generating(d, b"[" * 200_000), "generation_config.json cannot be read: .*nested"),
     "a large generation": (lambda d: generating(d, b" " * (1 << 24) + b"{}"), "generation_config.json cannot be read"),
@@ -438,7 +444,9 @@ def test_weights_that_may_not_be_read_are_not_called_damaged(tmp_path: Path, mon
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied.*; allow that, or copy it"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read: .*Permission denied.*; change its permissions, or copy it"
+    ):
         qfx.open_checkpoint(first_shard(tmp_path))
 
 
@@ -684,17 +692,19 @@ def test_a_dtype_that_weights_cannot_have_is_refused(dtype: Any, tmp_path: Path)
 def test_what_is_missing_comes_with_a_remedy(tmp_path: Path) -> None:
     stored("llama", tmp_path)
     shard = first_shard(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"{shard} lacks .*; if it is one file of several, pass .*{tmp_path}"):
+    with pytest.raises(
+        CheckpointError, match=rf"{shard} lacks .*; if the checkpoint has several files, pass .*{tmp_path}"
+    ):
         qfx.open_checkpoint(shard)
     (tmp_path / "model.safetensors").write_bytes(shard.read_bytes())
-    hides = r"lacks .* of the 21 tensors of LlamaForCausalLM: .*; model.safetensors hides .*index.json: remove"
+    hides = r"lacks .* of the 21 tensors of LlamaForCausalLM: .*safetensors was read instead of .*index.json: remove"
     with pytest.raises(CheckpointError, match=hides):
         qfx.open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=hides):
         qfx.open_checkpoint(tmp_path, MODELS["llama"])
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"lacks .* more; fetch its files again, or pass the checkpoint of this very"
+        CheckpointError, match=r"lacks .* more; fetch its files again, or pass a checkpoint of this model"
     ):
         qfx.open_checkpoint(tmp_path)
 

@@ -237,7 +237,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "sign-aware dynamic": (spec(format=INT8, symmetry=Symmetry.SIGN_AWARE, dynamic=True), "for weights in signed"),
     "sign-aware activation": (
         config(weight=PER_CHANNEL, input=TensorSpec(format=INT8, symmetry=Symmetry.SIGN_AWARE)),
-        "'sign_aware' is for weights; activations",
+        "'sign_aware' is only for weights, because",
     ),
     "cast per channel": (spec(format=FP16, granularity=Granularity.CHANNEL), "drop granularity and scale"),
     "cast with a scale": (spec(format=BF16, scale=FLOAT16), "drop granularity and scale"),
@@ -252,7 +252,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "dynamic channel": (spec(format=INT8, granularity=Granularity.CHANNEL, dynamic=True), "per tensor, token or group"),
     "dynamic power of two": (
         spec(format=INT8, dynamic=True, scale=POWER_OF_TWO),
-        "drop scale",
+        "drop `scale`",
     ),
     "sub-groups of another size": (lambda: TensorSpec.from_dict({**OLD_MX9, "sub_group_size": 3}), "=3 must divide "),
     "sub-groups alone": (
@@ -290,7 +290,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "a list as scales": (lambda: scale_format(["x"]), r"its name, or the fields .* not \['x'\]"),  # type: ignore[arg-type]
     "earlier and new scales": (
         lambda: TensorSpec.from_dict({"format": "int8", "scale_type": "float16", "scale": "float32"}),
-        "give scale or scale_type, not both",
+        "pass either scale or scale_type, not both",
     ),
     "earlier groups of scales": (
         spec(format=INT4, granularity="group", group_size=64, sub_group_size=8),
@@ -325,7 +325,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
     "scales of 8 bits per token for onnx": (
         config(input=MXINT8.replace(granularity="token", group_size=None, dynamic=True)),
-        "ONNX computes 8-bit scales at run time per group only; .*target='torch'",
+        "ONNX computes 8-bit scales at run time only per group; .*target='torch'",
     ),
     "zero points of groups for onnx": (
         config(weight=PER_CHANNEL, input=GROUPS.replace(dynamic=True, symmetry="asymmetric")),
@@ -338,14 +338,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "signs and magnitudes for onnx": (config(input=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
     "output alone": (
         config(weight=PER_CHANNEL, output=ACTIVATION),
-        "`output` without `input`.*; set `input`, or output=None",
+        "`output` is set without `input`.*; set `input`, or output=None",
     ),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
     "activations of 32 bits for onnx": (
         config(input=TensorSpec(format=INT32, symmetry=Symmetry.ASYMMETRIC)),
         "int32 has no ONNX type; .*target='torch'",
     ),
-    "bias without input": (config(bias=TensorSpec(format=INT32)), "set `input`, or bias=None"),
+    "bias without input": (config(bias=TensorSpec(format=INT32)), "set `input` to a static spec, or bias=None"),
     "bias with dynamic input": (config(input=DYNAMIC, bias=TensorSpec(format=INT32)), "bias=None"),
     "bias with cast input": (config(input=TensorSpec(format=FP16), bias=TensorSpec(format=INT32)), "bias=None"),
     "bias per channel": (config(input=ACTIVATION, bias=PER_CHANNEL), "per tensor"),
@@ -355,20 +355,20 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "override drops the input": (
         config(input=ACTIVATION, output=ACTIVATION, overrides=(Override(pattern="head", input=None),)),
-        r"`output` without `input`.*\(override 'head'\)",
+        r"`output` is set without `input`.*\(override 'head'\)",
     ),
     "float scales for a dpu": (
         lambda: XINT8.replace(weight=TensorSpec(format=INT8)),
-        "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two'",
+        "a DPU scales by bit shifts: use symmetric integers with scale='power_of_two'",
     ),
     "zero points for a dpu": (lambda: XINT8.replace(input=SHIFTED.replace(format=UINT8)), "symmetric integers"),
     "channels for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(granularity="channel")), "per tensor"),
     "signed scales for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(symmetry="sign_aware")), "symmetric"),
     "float scales of an override for a dpu": (
         lambda: XINT8.replace(overrides=(Override(pattern="head", weight=TensorSpec(format=INT8)),)),
-        r"a DPU multiplies by shifts.*\(override 'head'\)",
+        r"a DPU scales by bit shifts.*\(override 'head'\)",
     ),
-    "an int32 bias for a dpu": (lambda: XINT8.replace(bias=TensorSpec(format=INT32)), "`bias`: a DPU multiplies by"),
+    "an int32 bias for a dpu": (lambda: XINT8.replace(bias=TensorSpec(format=INT32)), "`bias`: a DPU scales by"),
     "shifts of another target": (
         lambda: XINT8.replace(target="onnx"),
         "pass AlignShifts is for target='dpu', not 'onnx'; set the target, or drop the pass",
@@ -379,7 +379,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shifts of asymmetric scales": (
         lambda: INT8_STATIC.replace(passes=(AlignShifts(),), target="dpu"),
-        "a DPU multiplies by shifts",
+        "a DPU scales by bit shifts",
     ),
     "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose one of concat, pool"),
     "pools of nothing": (
@@ -454,7 +454,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pass that is a number": (
         lambda: QuantConfig.from_dict({"passes": [3]}),
-        "a pass is a name, or a mapping .*, not 3",
+        "a pass must be a name, or a mapping .*, not 3",
     ),
     "equalization before folding": (
         config(passes=(CrossLayerEqualization(), fold_constants, fold_batch_norm)),

@@ -281,7 +281,7 @@ def test_a_negative_budget_is_refused(budget: dict[str, Any]) -> None:
 
 # Nowhere to write.
 
-ADVICE = "`directory` with more room or more `host_bytes`, or pass fewer calibration batches"
+ADVICE = "`directory` with more free space, or more `host_bytes`, or pass fewer calibration batches"
 
 
 def assert_says_what_to_do(message: str, directory: Path) -> None:
@@ -444,7 +444,7 @@ def test_a_run_that_finds_no_room_says_what_to_change() -> None:
     def full() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(torch.OutOfMemoryError, match="give `calibration_data` in batches of fewer or shorter samples"):
+    with pytest.raises(torch.OutOfMemoryError, match="pass `calibration_data` in batches of fewer or shorter samples"):
         context.with_room(full)
     assert [change.name for change in context.changes] == ["device memory"] * 7
     with pytest.raises(QuarkError, match="compute the sum before or after"):

@@ -399,7 +399,7 @@ def other_number(folder: Path) -> None:
 
 def test_blocks_of_several_ranks_are_not_those_of_one(tmp_path: Path) -> None:
     run(2, tmp_path, other_number)
-    with pytest.raises(qfx.ConfigError, match="holds blocks that another run finished, with other number of ranks"):
+    with pytest.raises(qfx.ConfigError, match="contains finished blocks of a run with different number of ranks"):
         quantize(seeded(Blocks()), CONFIGS["gptq"], batches(), resources=qfx.Resources(checkpoint=tmp_path / "blocks"))
 
 
@@ -408,7 +408,7 @@ def refuse(folder: Path) -> None:
     def guess(gm: GraphModule, context: Context) -> int:
         return 0
 
-    with pytest.raises(qfx.ConfigError, match="guess cannot share data between 2 ranks"):
+    with pytest.raises(qfx.ConfigError, match="guess cannot divide data among 2 ranks"):
         quantize(
             seeded(Blocks()), INT8_STATIC.replace(passes=(guess,)), batches(), resources=qfx.Resources(distributed=True)
         )
@@ -453,9 +453,7 @@ class FailOnSecond(Solver):
 
 def disagree(folder: Path) -> None:
     ranks = Ranks.current()
-    with pytest.raises(
-        qfx.ConfigError, match="the ranks must agree, but differ in model; give all of them the same model"
-    ):
+    with pytest.raises(qfx.ConfigError, match="the ranks must agree, but differ in model; pass the same model"):
         quantize(
             seeded(Blocks(), seed=ranks.index), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
         )

@@ -329,11 +329,11 @@ def test_the_directory_of_another_run_is_refused(name: str, tmp_path: Path) -> N
     what = {"weight": "model", "model": "model", "configuration": "configuration"}.get(name, "data")
     hint = r" \(a DataLoader that shuffles gives other batches every time\)" if what == "data" else ""
     with pytest.raises(
-        ConfigError, match=f"holds blocks that another run finished, with other {what}{hint}; remove"
+        ConfigError, match=f"contains finished blocks of a run with different {what}{hint}; delete"
     ) as error:
         quantize(model, config, batches, resources=qfx.Resources(checkpoint=directory))
     assert str(directory) in str(error.value)
-    assert "which loses them, or choose another directory" in str(error.value)
+    assert "with it those blocks, or choose another directory" in str(error.value)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
@@ -427,7 +427,7 @@ def test_blocks_that_changed_places_are_refused(tmp_path: Path) -> None:
 def test_a_directory_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = interrupted(run_once(), tmp_path / "run", 1)
     monkeypatch.setattr(qfx, "__version__", "99.0")
-    with pytest.raises(ConfigError, match="holds blocks that another run finished, with other version; remove"):
+    with pytest.raises(ConfigError, match="contains finished blocks of a run with different version; delete"):
         run("adaround", directory)
 
 
@@ -591,7 +591,7 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     assert process.exitcode == 0
     message = (tmp_path / "error").read_text()
     assert f"cannot write checkpoint {tmp_path / 'run' / 'pass-0-block-0.safetensors'}" in message
-    assert "make room and run again" in message
+    assert "free disk space and run again" in message
     assert json.loads((tmp_path / "run" / "run.json").read_text())
     assert finished(tmp_path / "run") == []
     assert_same(run("adaround", tmp_path / "run"), run("adaround"))

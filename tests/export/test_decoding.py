@@ -176,7 +176,7 @@ def test_the_first_wrong_step_is_named(mixed: SimpleNamespace) -> None:
     found = qfx.verify(wider, mixed.folder, [draw(2, 5)], decode_steps=6)
     assert found.first_wrong is not None
     assert found.first_wrong.name == "step 4"
-    assert "the first that differs is step 4" in str(found)
+    assert "step 4 is the first to differ" in str(found)
     assert found.verdict == "wrong, from step 4 on"
 
 
@@ -223,17 +223,17 @@ def test_a_decode_graph_of_single_tokens_says_so(coded: SimpleNamespace) -> None
     folder = generator(ExportedModel.from_pretrained(coded.folder), threads=1)
     begun = folder.generate(**PROMPTS[2], **QUIET, return_dict_in_generate=True)
     longer = torch.cat([begun.sequences, draw(1, 4)["input_ids"]], 1)
-    with pytest.raises(ExportError, match=r"reads one token at a time, and 5 follow.*multi_token_decode=True"):
+    with pytest.raises(ExportError, match=r"reads one token at a time, but got 5 after.*multi_token_decode=True"):
         folder.generate(longer, past_key_values=returned_cache(begun), **QUIET)
     with pytest.raises(ExportError, match="pass input_ids"):
         folder(inputs_embeds=torch.zeros(1, 2, 32))
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "batch 0 lacks prompts": (lambda model: (model, [{"attention_mask": torch.ones(1, 3)}]), {}),
+    "batch 0 has no prompts": (lambda model: (model, [{"attention_mask": torch.ones(1, 3)}]), {}),
     "no batch to verify with": (lambda model: (model, []), {}),
-    "decode at least one step": (lambda model: (model, PROMPTS), {"decode_steps": 0}),
-    "a Mlp does not generate": (lambda model: (mlp(), PROMPTS), {}),
+    "decode_steps=0 must be at least 1": (lambda model: (model, PROMPTS), {"decode_steps": 0}),
+    "a Mlp has no generate method": (lambda model: (mlp(), PROMPTS), {}),
     "is in training mode": (lambda model: (copy.copy(model).train(), PROMPTS), {}),
     "drop per_node, optimize": (lambda model: (model, PROMPTS), {"per_node": True}),
     "torch does not decode 4 steps after 3 tokens": (

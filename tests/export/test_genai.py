@@ -148,7 +148,7 @@ def test_the_first_wrong_step_of_a_folder_is_named(written: SimpleNamespace, tmp
     assert wrong.name == "step 3"
     config = written.config["model"]["decoder"] | {"filename": "other.onnx"}
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"decoder": config}}))
-    with pytest.raises(ExportError, match=r"names another graph than model\.onnx"):
+    with pytest.raises(ExportError, match=r"names a graph other than model\.onnx"):
         qfx.verify(written.qmodel, tmp_path, [PROMPT])
     (tmp_path / "genai_config.json").write_text("{}")
     with pytest.raises(ExportError, match="cannot be loaded"):
@@ -190,9 +190,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "T5ForConditionalGeneration is not a decoder-only language model": lambda: T5ForConditionalGeneration(
         T5Config(d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2, vocab_size=16)
     ),
-    "LlavaForConditionalGeneration reads more than tokens": _llava,
+    "LlavaForConditionalGeneration has inputs other than tokens": _llava,
     "GPT2LMHeadModel has no eos_token_id": lambda: _of(GPT2Config(n_layer=1, eos_token_id=None), eos_token_id=None),
-    "GPT2LMHeadModel does not say how many tokens": lambda: _of(BloomConfig(hidden_size=8, n_layer=1, n_head=1)),
+    "GPT2LMHeadModel does not give a context length": lambda: _of(BloomConfig(hidden_size=8, n_layer=1, n_head=1)),
     "of the 2 cache layers of .* these differ: 1 LinearAttentionLayer;": lambda: _of(
         Qwen3NextConfig(**_TINY, num_key_value_heads=1, layer_types=["linear_attention", "full_attention"])
     ),
@@ -227,7 +227,7 @@ def test_nothing_is_done_before_a_model_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(ExportError, match="file is a file"):
         qfx.export.genai(qmodel, tmp_path / "file")
     qmodel.save(tmp_path / "saved")
-    with pytest.raises(ExportError, match=r"saved holds a model that qmodel\.save wrote"):
+    with pytest.raises(ExportError, match=r"saved holds a model from qmodel\.save"):
         qfx.export.genai(qmodel, tmp_path / "saved")
 
 
@@ -275,8 +275,8 @@ def test_caches_get_the_names_of_the_configuration(name: str) -> None:
     [
         (graph(**SEEN), "this model has no cache"),
         (graph(**SEEN, **cache(0), cache_position=(1,)), "this model has cache_position"),
-        (graph(**SEEN, **cache(0), **cache(4, values=6)), "this model has layer 4;"),
-        (graph(**SEEN, **{name: s for name, s in cache(3).items() if "__keys" in name}), "this model has layer 3;"),
+        (graph(**SEEN, **cache(0), **cache(4, values=6)), "this model has another cache in layer 4;"),
+        (graph(**SEEN, **{name: s for name, s in cache(3).items() if "__keys" in name}), "this model has another cache in layer 3;"),
     ],
     ids=["no cache", "another input", "values of another size", "keys alone"],
 )

@@ -95,7 +95,7 @@ def test_what_no_type_holds_of_experts_is_named_before_calibration() -> None:
 
     with pytest.raises(ExportError) as error:
         qfx.check(qwen3(moe_intermediate_size=96), MIXED.replace(overrides=()), batches(), export="gguf")
-    assert "experts.down_proj: Q4_K has blocks of 256 inputs, which do not divide 96; use Q5_0" in str(error.value)
+    assert "experts.down_proj: 96 inputs are not a multiple of 256, the block of Q4_K; use Q5_0" in str(error.value)
     assert str(error.value).count("experts") == 1, "a line for the stack, not for each expert"
 
 

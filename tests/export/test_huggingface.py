@@ -200,12 +200,24 @@ def test_transformers_computes_what_the_graph_computes(name: str, tmp_path: Path
     ("read", "equal", "said"),
     [
         (TOKEN, {}, ""),
-        (TOKEN, {"symmetry": "symmetric"}, "127.5, this model by 127 as other readers do: there its int8 activations"),
-        (TOKEN.replace(format=INT4), {"symmetry": "symmetric"}, "7.5, this model by 7 as"),
+        (
+            TOKEN,
+            {"symmetry": "symmetric"},
+            "127.5, but this model and other readers divide by 127, so transformers rounds its int8 activations",
+        ),
+        (
+            TOKEN.replace(format=INT4),
+            {"symmetry": "symmetric"},
+            "7.5, but this model and other readers divide by 7, so",
+        ),
         (MXFP8_E4M3.replace(dynamic=True), {"scale": "e8m0_ceil"}, ""),
-        (MXFP8_E4M3.replace(dynamic=True), {}, "fp8_e4m3 activations by the rule e8m0_ceil, this model by e8m0_even"),
+        (
+            MXFP8_E4M3.replace(dynamic=True),
+            {},
+            "fp8_e4m3 activations by the rule e8m0_ceil, but this model by e8m0_even",
+        ),
         (MXFP4.replace(dynamic=True), {}, ""),
-        (MXFP4.replace(dynamic=True), {"scale": "e8m0_floor"}, "by the rule e8m0_even, this model by e8m0_floor"),
+        (MXFP4.replace(dynamic=True), {"scale": "e8m0_floor"}, "by the rule e8m0_even, but this model by e8m0_floor"),
     ],
 )
 def test_a_scale_that_transformers_measures_otherwise_is_said(
@@ -303,12 +315,12 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
     "zero points of an embedding": (
         "compressed-tensors",
         QuantConfig(weight=TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=32)),
-        "embed_tokens: zero points",
+        "embed_tokens: compressed-tensors supports zero points only",
     ),
     "zero points beside activations": (
         "compressed-tensors",
         W8A8.replace(weight=TensorSpec(format=UINT8, granularity=Granularity.CHANNEL), exclude=FLOAT_ENDS),
-        "up_proj: zero points",
+        "up_proj: compressed-tensors supports zero points only",
     ),
     "zero points beside other weights": (
         "compressed-tensors",
@@ -317,12 +329,12 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
             overrides=(Override(pattern="*.q_proj", weight=FOURS),),
             exclude=FLOAT_ENDS,
         ),
-        "with zero points; transformers needs the same of all layers but experts",
+        "with zero points; if any layer has zero points, transformers needs one scheme",
     ),
     "zero points of a tensor": (
         "compressed-tensors",
         QuantConfig(weight=TensorSpec(format=UINT8), exclude=FLOAT_ENDS),
-        "up_proj: zero points",
+        "up_proj: compressed-tensors supports zero points only",
     ),
     "ragged groups": (
         "compressed-tensors",
@@ -332,36 +344,36 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
     "another float": (
         "compressed-tensors",
         FP8_STATIC.replace(weight=TensorSpec(format=FP8_E5M2, granularity=Granularity.CHANNEL), exclude=FLOAT_ENDS),
-        "fp8_e5m2; it holds 8-bit floats as fp8_e4m3",
+        "fp8_e5m2; compressed-tensors supports only fp8_e4m3",
     ),
     "activations in another float": (
         "compressed-tensors",
         FP8_STATIC.replace(input=TensorSpec(format=FP8_E5M2), output=None, exclude=FLOAT_ENDS),
-        "activations in fp8_e5m2; it holds integers of at most 8 bits, and fp4_e2m1",
+        "activations in fp8_e5m2; compressed-tensors supports integers of at most 8 bits, and fp4_e2m1",
     ),
-    "casts": ("compressed-tensors", BF16, "at most 8-bit codes"),
+    "casts": ("compressed-tensors", BF16, "only as matrices of codes"),
     "wide activations": (
         "compressed-tensors",
         W8A8.replace(input=TensorSpec(format=INT16), exclude=FLOAT_ENDS),
-        "activations in int16; it holds integers of at most 8 bits",
+        "activations in int16; compressed-tensors supports integers of at most 8 bits",
     ),
     "ragged activations": (
         "compressed-tensors",
         FP8_DYNAMIC.replace(input=FP8_BLOCK.input, exclude=FLOAT_ENDS),
-        "activations of 64 channels, which are not a multiple of their groups of 128",
+        "activations of 64 channels, which are not a multiple of the group size 128",
     ),
     "exponents of smaller groups": (
         "compressed-tensors",
         QuantConfig(weight=FOURS, input=MXFP4.replace(group_size=16, dynamic=True), exclude=FLOAT_ENDS),
-        "activations with scales in e8m0_even; it holds float32, ",
+        "activations with scales in e8m0_even; compressed-tensors supports float32, ",
     ),
     "a share of activations": (
         "compressed-tensors",
         W4A4_DYNAMIC.replace(group_size=32, passes=()),
-        "activations in a share of the range",
+        "activations that use part of the range",
     ),
-    "activations": ("gptq", W8A8.replace(exclude=FLOAT_ENDS), "no place for quantized activations"),
-    "embeddings": ("gptq", INT8_WEIGHT_ONLY, "model.embed_tokens: GPTQ holds linear layers"),
+    "activations": ("gptq", W8A8.replace(exclude=FLOAT_ENDS), "cannot store quantized activations"),
+    "embeddings": ("gptq", INT8_WEIGHT_ONLY, "model.embed_tokens: GPTQ supports only"),
     "bits": ("awq", INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "4-bit"),
     "sizes": (
         "awq",
@@ -369,7 +381,7 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
             exclude=FLOAT_ENDS,
             overrides=(Override(pattern="*.q_proj", weight=FOURS.replace(group_size=16)),),
         ),
-        "q_proj: AWQ holds one bit width and one group size for all layers, here 4 and 32",
+        "q_proj: AWQ needs one bit width and one group size for all layers, here 4 and 32",
     ),
     "nothing": ("awq", QuantConfig(), "no weight is quantized"),
 }
@@ -527,7 +539,7 @@ def test_codes_that_would_be_torn_from_their_scales_are_refused(
 
     monkeypatch.setattr("quark_fx.export.checkpoints.experts.as_saved", turned)
     with pytest.raises(
-        qfx.ExportError, match=r"down_proj: transformers changes this stack .* that its codes cannot follow"
+        qfx.ExportError, match=r"down_proj: transformers changes this stack .* that would break its codes"
     ):
         qfx.export.huggingface(qmodel, tmp_path)
 
@@ -536,23 +548,25 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
     mixed = INT4_WEIGHT_ONLY.replace(
         group_size=32, exclude=ROUTED, overrides=(Override(pattern="*.0.*experts*", weight=INT8_EXPERTS.weight),)
     )
-    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*\[8, .*all experts .* have the same"):
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*\[8, .*all experts .* the same"):
         qfx.export.huggingface(quantized(mixed, captured_mixture("Mixtral")), tmp_path)
     groups = Override(pattern="*.0.*experts*", weight=FOURS.replace(group_size=16))
     config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED, overrides=(groups,))
-    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*, 16\]; all experts .* have the same"):
+    with pytest.raises(
+        qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*, 16\]; all experts .* must use the same"
+    ):
         qfx.export.huggingface(quantized(config, captured_mixture("Mixtral")), tmp_path)
     for spec in (NVFP4, MXFP8_E4M3):
         config = QuantConfig(weight=spec, exclude=ROUTED, target=Target.TORCH)
-        with pytest.raises(qfx.ExportError, match=r"experts in \w+.*transformers reads wrongly") as refused:
+        with pytest.raises(qfx.ExportError, match=r"transformers reads experts in \S+ incorrectly") as refused:
             qfx.export.huggingface(quantized(config, captured_mixture("Mixtral")), tmp_path)
         assert str(refused.value).count("experts in") == 4  # a line for each stack, not for each expert
-    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ holds .* no experts"):
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ supports .* no experts"):
         qfx.export.huggingface(
             quantized(EXPERTS["int4 in groups"][0], captured_mixture("Mixtral")), tmp_path, format="gptq"
         )
     one_scale = Override(pattern="*.experts*", weight=TensorSpec(format=INT8))
-    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: a stack whose scales are not"):
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: the scales of this stack are not"):
         qfx.export.huggingface(quantized(QuantConfig(overrides=(one_scale,)), mixture()), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -598,7 +612,9 @@ def test_a_checkpoint_whose_weights_would_be_made_up_is_not_left(
         return {name: tensor for name, tensor in saved.items() if not name.endswith("0.mlp.up_proj.weight_packed")}
 
     monkeypatch.setattr("quark_fx.export.checkpoints.to_huggingface.as_saved", forgetful)
-    with pytest.raises(qfx.ExportError, match=r"it does not find model\.layers\.0\.mlp\.up_proj\.weight_packed; "):
+    with pytest.raises(
+        qfx.ExportError, match=r"it cannot find the tensors model\.layers\.0\.mlp\.up_proj\.weight_packed; "
+    ):
         qfx.export.huggingface(quantized(INT4_WEIGHT_ONLY), tmp_path)
     assert not [file for file in tmp_path.iterdir() if file.name in ("config.json", "model.safetensors")]
 
@@ -607,7 +623,7 @@ def test_an_eager_model_is_neither_saved_nor_quantized_again(tmp_path: Path) -> 
     eager: Any = quantized(INT4_WEIGHT_ONLY).eager()
     with pytest.raises(qfx.ExportError, match=r"quark_fx\.export\.huggingface"):
         eager.save_pretrained(tmp_path)
-    with pytest.raises(qfx.ConfigError, match=r"eager\(\) form of a quantized model"):
+    with pytest.raises(qfx.ConfigError, match=r"result of eager\(\) on a quantized model"):
         quantized(INT4_WEIGHT_ONLY, eager)
     assert not list(tmp_path.iterdir())
 
@@ -756,7 +772,7 @@ def test_square_blocks_of_floats_are_read_back(size: int, dynamic: bool, tmp_pat
 def test_activations_beside_square_blocks_are_in_such_groups(tmp_path: Path) -> None:
     weight = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, group_rows=32)
     for read in (FP8_DYNAMIC.input, weight.replace(group_size=16, group_rows=1, dynamic=True)):
-        with pytest.raises(qfx.ExportError, match="only with activations that have a float32 scale per group"):
+        with pytest.raises(qfx.ExportError, match="or with a float32 scale per group of"):
             qfx.export.huggingface(quantized(small_floats(weight).replace(input=read)), tmp_path)
 
 
@@ -814,8 +830,8 @@ def test_linears_that_servers_fuse_share_the_global_scale(passes: tuple[GPTQ, ..
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (MXFP6_E3M2, "fp6_e3m2 in groups of 32; it holds fp4_e2m1 in groups of 16 or 32"),
-        (MXFP8_E4M3.replace(group_size=16), "fp8_e4m3 in groups of 16; it holds"),
+        (MXFP6_E3M2, "fp6_e3m2 in groups of 32; compressed-tensors supports fp4_e2m1 in groups of 16 or 32"),
+        (MXFP8_E4M3.replace(group_size=16), "fp8_e4m3 in groups of 16; compressed-tensors supports"),
         (MXFP8_E4M3.replace(scale=FLOAT32), "scales that are not powers of two; use an MX format"),
         (MXFP4.replace(group_size=16, scale=FLOAT32), "not E4M3 floats times one global scale; use"),
     ],
@@ -832,14 +848,14 @@ def test_tables_are_refused(tmp_path: Path) -> None:
         (
             TensorSpec(format=book, granularity=Granularity.GROUP, group_size=32),
             "compressed-tensors",
-            "sixteen in groups of 32; it holds",
+            "sixteen in groups of 32; compressed-tensors supports",
         ),
         (
             TensorSpec(format=book, granularity=Granularity.CHANNEL),
             "compressed-tensors",
-            "sixteen in groups of None; it holds",
+            "sixteen in groups of None; compressed-tensors supports",
         ),
-        (TensorSpec(format=book, granularity=Granularity.GROUP, group_size=32), "gptq", "GPTQ holds linear layers"),
+        (TensorSpec(format=book, granularity=Granularity.GROUP, group_size=32), "gptq", "GPTQ supports only"),
     ):
         with pytest.raises(qfx.ExportError, match=message):
             qfx.export.huggingface(quantized(small_floats(spec)), tmp_path, format=form)
@@ -859,10 +875,10 @@ def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
     with pytest.raises(qfx.ExportError, match="file is a file; choose another directory"):
         qfx.export.huggingface(qmodel, tmp_path / "file")
     qmodel.save(tmp_path / "saved")
-    with pytest.raises(qfx.ExportError, match=r"holds a model that qmodel.save wrote"):
+    with pytest.raises(qfx.ExportError, match=r"holds a model from qmodel.save"):
         qfx.export.huggingface(qmodel, tmp_path / "saved")
     qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
-    with pytest.raises(qfx.QuarkError, match="holds a checkpoint, whose tensors would be overwritten"):
+    with pytest.raises(qfx.QuarkError, match="contains a checkpoint, whose tensors would be overwritten"):
         qmodel.save(tmp_path / "checkpoint")
     qfx.export.huggingface(qmodel, tmp_path / "checkpoint")  # replaces an earlier one
     llama().save_pretrained(tmp_path / "float")
@@ -870,7 +886,7 @@ def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
     for _ in range(2):  # with and without config.json
         with pytest.raises(
             qfx.ExportError,
-            match=r"float holds model\.safetensors, which would be lost and which no config\.json there marks",
+            match=r"float holds model\.safetensors, which would be lost, and no config\.json there marks",
         ):
             qfx.export.huggingface(qmodel, tmp_path / "float")
         (tmp_path / "float" / "config.json").unlink(missing_ok=True)
@@ -932,7 +948,7 @@ def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, shared: Any, tmp_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         qfx.export.huggingface(qmodel, tmp_path)
-    assert any("vLLM has no caches in int8" in str(w.message) for w in caught) == (format is INT8)
+    assert any("vLLM does not support int8 caches" in str(w.message) for w in caught) == (format is INT8)
     tensors = load_file(tmp_path / "model.safetensors")
     names = [f"model.layers.{i}.self_attn.{which}_scale" for i in (0, 1) for which in "kv"]
     assert {name for name in tensors if "self_attn." in name and name.count(".") == 4} == {*names}
@@ -989,7 +1005,7 @@ def test_compressed_tensors_rounds_keys_with_scales_per_head_as_the_model_does(f
     spec = TensorSpec(format=format, granularity=Granularity.HEAD)
     qmodel = quantized(FP8_CACHE.replace(kv_cache=spec))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "vLLM has no caches")
+        warnings.filterwarnings("ignore", "vLLM does not support int8 caches")
         qfx.export.huggingface(qmodel, tmp_path)
     loaded, prefix = load(tmp_path), "model.layers.1.self_attn."
     arguments = QuantizationArgs(**quantization(tmp_path)["kv_cache_scheme"])
@@ -1037,8 +1053,11 @@ def test_layers_with_another_number_of_heads_than_the_configuration_are_refused(
             "under a calibrated scale; .*: export with format='modelopt', or set kv_cache=TensorSpec",
         ),
         (in_second(None), "layers.1.self_attn: its keys and values"),
-        (in_second(TensorSpec(format=INT8)), "fp8_e4m3 per tensor and int8 per tensor; a checkpoint has one cache"),
-        (in_second(FP8_HEADS), "fp8_e4m3 per tensor and fp8_e4m3 per head; a checkpoint has one cache for all"),
+        (
+            in_second(TensorSpec(format=INT8)),
+            "fp8_e4m3 per tensor and int8 per tensor; all layers must use the same cache",
+        ),
+        (in_second(FP8_HEADS), "fp8_e4m3 per tensor and fp8_e4m3 per head; all layers must use the same cache"),
         ({"passes": (Rotate(only=("*.self_attn",)),)}, "a pass rotates its keys"),
     ],
 )
@@ -1063,7 +1082,7 @@ def test_a_model_whose_cache_holds_latents_is_refused_by_check() -> None:
 
 @pytest.mark.parametrize("format", ["gptq", "awq"])
 def test_formats_without_a_place_for_caches_say_so(format: str, tmp_path: Path) -> None:
-    with pytest.raises(qfx.ExportError, match=r"layers\.0\.self_attn: \w+ has no place for quantized keys and values"):
+    with pytest.raises(qfx.ExportError, match=r"layers\.0\.self_attn: \w+ cannot store quantized keys and values"):
         qfx.export.huggingface(quantized(FP8_CACHE), tmp_path, format=format)
 
 
@@ -1096,7 +1115,9 @@ def test_a_full_disk_leaves_the_earlier_output_and_other_files(name: str, tmp_pa
         for output in (place, tmp_path / "other"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, unlimited[1]))
             try:
-                with pytest.raises(qfx.QuarkError, match=rf"{output} cannot be written: .*; make room, or choose"):
+                with pytest.raises(
+                    qfx.QuarkError, match=rf"{output} cannot be written: .*; free disk space, or choose"
+                ):
                     WRITERS[name](qmodel, output)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -1170,7 +1191,7 @@ def test_tensors_that_the_class_does_not_have_are_kept(files: str, form: str, tm
     assert "mtp.fc" in left.replace("\\", "")
     if form == "compressed-tensors":
         torch.testing.assert_close(logits(load(place)), logits(qmodel), rtol=0, atol=1e-5)
-        with pytest.warns(UserWarning, match=r"GGUF has no place for 3 tensors .* mtp\.fc\.weight"):
+        with pytest.warns(UserWarning, match=r"the GGUF file omits 3 tensors .* mtp\.fc\.weight"):
             qfx.export.gguf(qmodel, tmp_path / "m.gguf")
 
 
@@ -1248,7 +1269,7 @@ def test_a_class_that_parametrizes_weights_itself_is_refused(tmp_path: Path) -> 
     pytest.importorskip("compressed_tensors")
     model = seeded(Parametrized(transformers.PretrainedConfig(parametrized=True)))
     qmodel = quantize(model, INT8_WEIGHT_ONLY, [torch.tensor([[0, 3, 5]])])
-    with pytest.raises(qfx.QuarkError, match=r"the class has to construct inner\.weight without parametrizations"):
+    with pytest.raises(qfx.QuarkError, match=r"change the class to build inner\.weight without parametrizations"):
         qfx.export.huggingface(qmodel, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 

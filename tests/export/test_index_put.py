@@ -70,7 +70,5 @@ def test_a_file_computes_what_torch_does(name: str, tmp_path: Path) -> None:
 def test_a_mask_next_to_other_indices_is_refused_with_the_line(tmp_path: Path) -> None:
     model = seeded(Calculates(lambda y, i: y.index_put((i, torch.tensor([True, True, False, False])), y[:2, 0])))
     qmodel = quantize(model, INT8_STATIC, [(rand(4, 4), torch.tensor([1, 1]))])
-    with pytest.raises(
-        ExportError, match=r"a mask next to other indices has no form in ONNX; write it with torch\.where"
-    ):
+    with pytest.raises(ExportError, match=r"a mask next to other indices has no equivalent in ONNX; use torch\.where"):
         qfx.export.onnx(qmodel, tmp_path / "m.onnx")

@@ -363,7 +363,7 @@ def test_codes_that_go_elsewhere_are_refused() -> None:
             return codes
 
     with pytest.raises(
-        qfx.ExportError, match=r"read by other operators than dequantize(.|\n)*dequantize them first, or"
+        qfx.ExportError, match=r"read by operators other than dequantize(.|\n)*dequantize them first, or"
     ):
         lowered(Codes(), rand(2, 32))
 
@@ -403,7 +403,7 @@ def test_codes_measured_by_another_scale_are_not_fused() -> None:
             value: Tensor = dequantize(to_codes(x, scale, zero_point, "int8", 1, 16), ceil, zero_point, "int8", 1, 16)
             return value
 
-    with pytest.raises(qfx.ExportError, match="read by other operators than dequantize"):
+    with pytest.raises(qfx.ExportError, match="read by operators other than dequantize"):
         lowered(Other(), rand(2, 32))
 
 

@@ -152,7 +152,7 @@ def test_the_accuracy_level_is_the_kernels(tmp_path: Path) -> None:
         differences[level] = float((torch.from_numpy(run(path, x)) - qmodel(x)).abs().max())
     assert differences[0] < 1e-5 < differences[4]  # int8 activations are another 4 decimals off
     table = quantize(seeded(nn.Sequential(nn.Embedding(20, 32), nn.Tanh())), INT4_WEIGHT_ONLY, ids())
-    with pytest.raises(qfx.ExportError, match="accuracy_level=4 applies to MatMulNBits, and this model has none"):
+    with pytest.raises(qfx.ExportError, match="accuracy_level=4 applies to MatMulNBits, but this model has none"):
         qfx.export.onnx(table, tmp_path / "table.onnx", format="matmul_nbits", accuracy_level=4)
     qfx.export.onnx(table, tmp_path / "table.onnx", format="matmul_nbits")
 
@@ -664,7 +664,7 @@ def test_the_vendors_codes_are_torchs_at_and_beyond_the_limits(fmt: IntFormat, t
 def test_codes_of_32_bits_are_the_vendors_alone(tmp_path: Path) -> None:
     spec = TensorSpec(format=INT32)
     qmodel = quantize(cnn(), QuantConfig(weight=spec, input=spec), images())
-    with pytest.raises(qfx.ExportError, match=r"int32, which format='vitis' alone has: quark_fx\.quantize"):
+    with pytest.raises(qfx.ExportError, match=r"int32, which only format='vitis' supports: quark_fx\.quantize"):
         qfx.export.onnx(qmodel, tmp_path / "m.onnx")
     with pytest.raises(qfx.ConfigError, match="int32 has no ONNX type"):
         QuantConfig(weight=TensorSpec(format=INT32, symmetry=Symmetry.ASYMMETRIC))
@@ -694,7 +694,7 @@ def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
     path = qfx.export.onnx(quantize(cnn(), XINT8, images()), tmp_path / "m.onnx", format="vitis")
     report = path.report()
     assert not report.nodes
-    assert "not run in ONNX Runtime: it has no kernels for com.amd.quark; the vendor's tools" in str(report)
+    assert "not run in ONNX Runtime: it has no kernels for com.amd.quark; use the vendor's tools" in str(report)
     with pytest.raises(qfx.ExportError, match=r"no kernels for com\.amd\.quark"):
         runtime_report(path)
 
@@ -752,10 +752,10 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
             {"format": "matmul_nbits", "accuracy_level": True},
             "accuracy_level of onnx must be an integer or None, not True",
         ),
-        (INT8_STATIC, {"input_names": "x"}, "input_names is a list of names, not 'x'"),
-        (INT8_STATIC, {"input_names": [""]}, r"input_names is a list of names, not \[''\]"),
-        (INT8_STATIC, {"output_names": [1]}, r"output_names is a list of names, not \[1\]"),
-        (INT8_STATIC, {"input_names": ["x", "y"]}, r"input_names has 2 name\(s\), the model 1: x"),
+        (INT8_STATIC, {"input_names": "x"}, "input_names must be a list of names, not 'x'"),
+        (INT8_STATIC, {"input_names": [""]}, r"input_names must be a list of names, not \[''\]"),
+        (INT8_STATIC, {"output_names": [1]}, r"output_names must be a list of names, not \[1\]"),
+        (INT8_STATIC, {"input_names": ["x", "y"]}, r"input_names has 2 name\(s\), but the model has 1: x"),
         (INT8_STATIC, {"input_names": ["a"], "output_names": ["a"]}, "two inputs or outputs are called a; set"),
         (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
         (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
@@ -764,12 +764,12 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
             {"format": "matmul_nbits"},
             r"stem.0.weight \(Conv\): it is in blocks of fp4_e2m1\n(.*\n)*Use",
         ),
-        (PRESETS["fp16"], {"format": "matmul_nbits"}, r"weights none is in integers \(see qmodel.report\(\)\)\nUse"),
+        (PRESETS["fp16"], {"format": "matmul_nbits"}, r"none: no weight is in integers \(see qmodel.report\(\)\)\nUse"),
         *(
             (
                 PRESETS[name],
                 {"domain": "com.microsoft"},
-                "is for pairs of quantizers, and this model has none; drop domain=",
+                "applies to QDQ pairs, but this model has none; drop domain=",
             )
             for name in ("mxfp4", "bf16")
         ),
@@ -794,7 +794,9 @@ def test_what_does_not_go_together_is_refused_and_leaves_the_file_there(
 def test_what_has_no_older_form_is_sent_to_the_opset_it_is_translated_at(tmp_path: Path) -> None:
     model = seeded(nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(3, 4, 3)))
     qmodel = quantize(model, INT8_STATIC, images())
-    with pytest.raises(qfx.ExportError, match=r"no form in opset 17: No Adapter [^/]* for Pad; use opset=18$"):
+    with pytest.raises(
+        qfx.ExportError, match=r"opset 17 cannot express the model: No Adapter [^/]* for Pad; use opset=18$"
+    ):
         qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=17)
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=18)
     assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
@@ -906,7 +908,7 @@ def test_a_file_that_is_no_data_of_the_graphs_stays(graph: bytes | str | None, t
         qfx.export.onnx(qmodel, path)
     before = path.read_bytes() if path.exists() else None
     notes.write_text("mine")
-    with pytest.raises(qfx.ExportError, match=r"m\.onnx\.data is no data of m\.onnx's, and would be replaced; move it"):
+    with pytest.raises(qfx.ExportError, match=r"m\.onnx\.data does not belong to m\.onnx, but would be replaced; move"):
         qfx.export.onnx(qmodel, path, external_data=True)
     assert before == (path.read_bytes() if path.exists() else None)
     file = qfx.export.onnx(qmodel, path, external_data=False)
@@ -985,7 +987,7 @@ def test_the_report_says_what_runs_in_integers_and_why_not(tmp_path: Path) -> No
     assert sum("MaxPool" in node.kernel for node in report.quantized) == 1  # of codes, which have no type there
     reasons = {node.kernel: node.reason for node in report.floating}
     assert reasons["Add"] == "its output is not quantized"
-    assert reasons["ReduceMean"] == "there is no integer ReduceMean"
+    assert reasons["ReduceMean"] == "ONNX Runtime has no integer ReduceMean"
     assert report.bytes == path.stat().st_size
     assert report.opset == 21
     assert str(report).splitlines()[-1] == f"opset 21, {report.bytes / 1024:.1f} KiB"
@@ -994,10 +996,10 @@ def test_the_report_says_what_runs_in_integers_and_why_not(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("config", "kernel", "reason"),
     [
-        (INT8_WEIGHT_ONLY, "Conv", "not all it reads is quantized"),
+        (INT8_WEIGHT_ONLY, "Conv", "not all of its inputs are quantized"),
         (INT8_STATIC.replace(input=TensorSpec(format=INT16), output=TensorSpec(format=INT16)), "Conv", "int16"),
         (INT8_STATIC.replace(output=None), "Conv", "its output is not quantized"),
-        (INT8_STATIC.replace(exclude=("stem.0",)), "Conv", "nothing it reads is quantized"),
+        (INT8_STATIC.replace(exclude=("stem.0",)), "Conv", "none of its inputs is quantized"),
     ],
 )
 def test_a_convolution_in_float_has_its_reason(config: QuantConfig, kernel: str, reason: str, tmp_path: Path) -> None:
@@ -1056,7 +1058,7 @@ def test_a_token_of_zeros_is_divided_by_one_in_the_file(symmetric: bool, tmp_pat
 def test_the_advice_about_a_grouped_transposed_convolution_is_one_that_the_format_takes(tmp_path: Path) -> None:
     model, batch = nn.Sequential(nn.ConvTranspose2d(8, 8, 3, groups=2)).eval(), rand(2, 8, 6, 6)
     config = qfx.presets.INT8_STATIC
-    with pytest.raises(qfx.ExportError, match=r"every group of a ConvTranspose: give it one scale") as caught:
+    with pytest.raises(qfx.ExportError, match=r"each group of a ConvTranspose: use one scale") as caught:
         qfx.export.onnx(quantize(model, config, [batch]), tmp_path / "a.onnx", format="vitis")
     assert "'int8_static'" not in str(caught.value)
     assert "Override(pattern='op:conv_transpose*', weight=config.weight.replace(granularity='tensor'))" in str(

@@ -127,13 +127,13 @@ DECLINED = [
         f"{MATRIX} | {ROWS}, float s = {{0.1}} |"
         "t = Transpose<perm=[1, 0]>(w)  d = DequantizeLinear(t, s)  p = MatMul(x, d)"
         "e = DequantizeLinear(w, s)  y = MatMul(p, e)",
-        "something else reads the codes as they are",
+        "another node also reads the codes",
     ),
     (
         "transpose_weight",
         f"{MATRIX} | {ROWS}, float s = {{0.1}} |"
         "d = DequantizeLinear(w, s)  t = Transpose<perm=[1, 0]>(d)  p = MatMul(x, t)  y = MatMul(p, d)",
-        "something else reads the weight as it is",
+        "another node also reads the weight",
     ),
 ]
 

@@ -120,7 +120,7 @@ def test_verify_refuses_a_name_that_two_outputs_share_and_names_that_nobody_chos
     assert qfx.verify(qmodel, file, BATCHES).max_steps < 0.01
     model = onnx.load(file)
     chosen = next(p for p in model.metadata_props if p.key == CHOSEN_NAMES)
-    for value, message in (("{", "damaged metadata"), ('["a", "b"]', "has the outputs b, a, the model a, b")):
+    for value, message in (("{", "damaged metadata"), ('["a", "b"]', "has the outputs b, a, but the model has a, b")):
         chosen.value = value
         onnx.save(model, file)
         with pytest.raises(ExportError, match=message):

@@ -176,7 +176,7 @@ def test_an_lstm_on_integers_rounds_its_state_as_well(shape: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ("int8_static", "its input is not in uint8 measured at run time"),
+        ("int8_static", "its input is not uint8 with scales measured at run time"),
         (INT8_DYNAMIC.replace(weight=TensorSpec(format=UINT8)), "its weights have zero points"),
     ],
 )

@@ -126,12 +126,16 @@ def test_what_sglang_has_is_taken() -> None:
 
 def test_layouts_that_sglang_loads_wrongly_are_refused(tmp_path: Path) -> None:
     left = HALF.replace(exclude=("op:head", "op:experts"))
-    with pytest.raises(qfx.ExportError, match="target='sglang' reads no GPTQ with experts in float; use format="):
+    with pytest.raises(
+        qfx.ExportError, match="target='sglang' does not support GPTQ with experts in float; use format="
+    ):
         written(tmp_path / "gptq", left, "gptq", mixture=True)
-    with pytest.raises(qfx.ExportError, match="target='sglang' reads no AWQ with a quantized head; add 'op:head'"):
+    with pytest.raises(
+        qfx.ExportError, match="target='sglang' does not support AWQ with a quantized head; add 'op:head'"
+    ):
         written(tmp_path / "head", HALF.replace(exclude=()), "awq")
     small = HALF.replace(weight=HALF.weight.replace(group_size=16))  # type: ignore[union-attr]
-    with pytest.raises(qfx.ExportError, match="target='sglang' reads no GPTQ in groups of 16"):
+    with pytest.raises(qfx.ExportError, match="target='sglang' does not support GPTQ in groups of 16"):
         written(tmp_path / "small", small, "gptq")
     assert not list(tmp_path.glob("*/*.json"))
     for form in ("awq", "compressed-tensors"):
@@ -188,8 +192,8 @@ def test_groups_that_do_not_divide_the_inputs_are_refused_before_calibration() -
 
 def test_what_is_no_tokenizer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     qmodel = quantize(session(False), HALF)
-    with pytest.raises(qfx.ExportError, match="tokenizer is a str; pass a tokenizer of transformers"):
+    with pytest.raises(qfx.ExportError, match="tokenizer is a str; pass a tokenizer from transformers"):
         qfx.export.huggingface(qmodel, tmp_path / "hf", tokenizer="gpt2")
-    with pytest.raises(qfx.ExportError, match="tokenizer is a str; pass a tokenizer of transformers"):
+    with pytest.raises(qfx.ExportError, match="tokenizer is a str; pass a tokenizer from transformers"):
         qfx.export.gguf(qmodel, tmp_path / "a.gguf", tokenizer="gpt2")
     assert not list(tmp_path.iterdir())

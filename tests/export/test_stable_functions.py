@@ -159,7 +159,7 @@ def test_smoothed_labels_are_refused(tmp_path: Path) -> None:
             return F.cross_entropy(x, torch.tensor([0, 1, 5, 2]), label_smoothing=0.1)
 
     qmodel = quantize(Loss().eval(), FLOAT, [INPUTS["normal"][0]])
-    with pytest.raises(ExportError, match="label_smoothing has no form in ONNX; write the loss with log_softmax"):
+    with pytest.raises(ExportError, match="label_smoothing has no equivalent in ONNX; write the loss with log_softmax"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
 
 

@@ -257,7 +257,7 @@ def test_a_file_with_other_inputs_is_refused(exported: tuple[qfx.QuantizedModel,
             return out
 
     other = quantize(seeded(Model()), "int8_static", [(rand(6, 4), rand(6, 3))])
-    with pytest.raises(qfx.ExportError, match="has 1 inputs, the model 2: it is not this model's export"):
+    with pytest.raises(qfx.ExportError, match="has 1 inputs, but the model has 2: it is not this model's export"):
         qfx.verify(other, exported[1], [(rand(6, 4), rand(6, 3))])
 
 
@@ -276,11 +276,11 @@ def test_what_is_no_file_of_a_graph_is_refused(
     (tmp_path / "broken.onnx").write_bytes(b"\xff\xff")
     (tmp_path / "empty.onnx").touch()
     for name, message in {
-        "": "only apply to ONNX Runtime" if per_node else r"has no config\.json; .*, or a file",
-        "missing.onnx": r"No such file.*; write it with qfx\.export\.onnx first",
+        "": "only apply to ONNX Runtime" if per_node else r"has no config\.json; .*, or a \.gguf file",
+        "missing.onnx": r"No such file.*; export it first with qfx\.export\.onnx",
         "n" * 300: "cannot be read: .*too long",
         "a\0b": "cannot be read: .*null",
-        "broken.onnx": r"broken\.onnx cannot be loaded: .*; write it with qfx\.export\.onnx again",
+        "broken.onnx": r"broken\.onnx cannot be loaded: .*; export it again with qfx\.export\.onnx",
         "empty.onnx": r"empty\.onnx cannot be loaded: ",
     }.items():
         with pytest.raises(qfx.ExportError, match=message):
@@ -325,8 +325,8 @@ def test_per_node_reports_a_file_whose_kernels_are_others_than_with_codes_shown(
     assert max(difference.steps for difference in result.differences) <= 1
     assert [difference.name for difference in result.shipped] == ["output"]
     assert result.max_steps == result.shipped[0].steps > 1
-    assert "as shipped" in str(result)
-    assert "as shipped" not in str(clean)
+    assert "file without per-node outputs" in str(result)
+    assert "file without per-node outputs" not in str(clean)
 
 
 @pytest.mark.parametrize("per_node", [False, True])
@@ -358,10 +358,12 @@ def test_a_file_of_other_sizes_or_of_another_model_is_named(
     fixed = quantize(model, "int8_static", [rand(6, 4)], dynamic_shapes={"input": None})
     path = qfx.export.onnx(fixed, tmp_path / "m.onnx")
     assert qfx.verify(varies, path, [rand(6, 4)], runtime=runtime).runtime == runtime
-    with pytest.raises(qfx.ExportError, match=r"batch 1: .*shape \(6, 4\), .* one of shape \(5, 4\): it is the export"):
+    with pytest.raises(
+        qfx.ExportError, match=r"batch 1: .*shape \(6, 4\), .* shape \(5, 4\): the file is from another model"
+    ):
         qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], runtime=runtime)
     other = quantize(seeded(nn.Conv2d(4, 3, 1)), "int8_static", [rand(6, 4, 5, 5)])
-    with pytest.raises(qfx.ExportError, match=r"batch 0: .*shape \(6, 4\), .*of another model, .*qfx\.export\.onnx"):
+    with pytest.raises(qfx.ExportError, match=r"batch 0: .*shape \(6, 4\), .*from another model, .*qfx\.export\.onnx"):
         qfx.verify(other, path, [rand(6, 4, 5, 5)], runtime=runtime)
 
 
@@ -396,7 +398,7 @@ class Pair(nn.Module):
     [
         (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "quantize.* has shape"),
         (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5)), "output has shape"),
-        (Pair(), "has 2 outputs, the model 1"),
+        (Pair(), "has 2 outputs, but the model has 1"),
     ],
     ids=["wider inside", "other outputs", "more outputs"],
 )
@@ -410,7 +412,9 @@ def test_the_file_of_another_model_is_refused_by_name(
     if "quantize" in words and not per_node:
         assert qfx.verify(own, tmp_path / "other.onnx", batches).max_steps > 1  # from the outside they look alike
         return
-    with pytest.raises(qfx.ExportError, match=rf"{words}.*not this model's export; write it with qfx\.export\.onnx"):
+    with pytest.raises(
+        qfx.ExportError, match=rf"{words}.*not this model's export; export it again with qfx\.export\.onnx"
+    ):
         qfx.verify(own, tmp_path / "other.onnx", batches, per_node=per_node)
 
 

@@ -76,10 +76,10 @@ def test_a_gguf_file_computes_what_the_graph_computes(here: None, tmp_path: Path
 
 def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path: Path) -> None:
     qmodel = quantized(CONFIG)
-    with pytest.raises(ExportError, match=r"has no config\.json; give the directory that qfx\.export\.huggingface"):
+    with pytest.raises(ExportError, match=r"has no config\.json; pass a directory that qfx\.export\.huggingface"):
         qfx.verify(qmodel, tmp_path, BATCHES)
     qmodel.save(tmp_path / "saved")
-    with pytest.raises(ExportError, match=r"saved is what qmodel\.save wrote, which transformers does not read; drop"):
+    with pytest.raises(ExportError, match=r"saved was written by qmodel\.save, and transformers cannot read it; drop"):
         qfx.verify(qmodel, tmp_path / "saved", BATCHES, runtime="transformers")
     (tmp_path / "a.onnx").touch()
     with pytest.raises(ExportError, match=r"a\.onnx is neither a directory nor a \.gguf file"):
@@ -105,10 +105,10 @@ def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path
 @pytest.mark.parametrize(
     ("reason", "hint"),
     [
-        ("RuntimeError: q_norm has another size", r"If llama\.cpp is to read"),
+        ("RuntimeError: q_norm has another size", r"If the file is for llama\.cpp"),
         (
             "ValueError: GGUF model with architecture smollm3 is not supported yet.",
-            "transformers reads no GGUF file of",
+            "transformers does not support GGUF files of",
         ),
     ],
 )

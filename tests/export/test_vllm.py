@@ -113,8 +113,8 @@ def test_operators_that_vllm_fuses_are_named_where_they_differ(changes: dict[str
 def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
     quantize(block(), W4.replace(exclude=("attention.*",)))
     reasons = {row.name: row.reason for row in quantize(block(), W4.replace(exclude=("*.down",))).report()}
-    assert reasons["mlp.router"] == "target='vllm' has no router with weights in codes"
-    assert reasons["table"] == "target='vllm' has no embedding with weights in codes"
+    assert reasons["mlp.router"] == "target='vllm' does not support router with quantized weights"
+    assert reasons["table"] == "target='vllm' does not support embedding with quantized weights"
     assert reasons["mlp.down"] == "excluded by '*.down'"
     assert not reasons["mlp.gate"]
     assert not reasons["attention.q"]
@@ -123,7 +123,7 @@ def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (FP8_STATIC.replace(weight=TensorSpec(format=FP8_E4M3)), r"down: vLLM rounds FP8 weights per tensor again"),
+        (FP8_STATIC.replace(weight=TensorSpec(format=FP8_E4M3)), r"down: vLLM rounds per-tensor FP8 weights again"),
         (
             QuantConfig(weight=W4.weight, input=TOKEN.replace(format=FP8_E4M3)),
             r"o: vLLM cannot multiply int4 group 16 weights by fp8_e4m3 token .*; .* int8 token dynamic",
@@ -168,7 +168,7 @@ def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> N
     model, x = nn.Sequential(nn.Linear(256, 128)).eval(), [torch.randn(4, 256)]
     for read in (None, GROUPS.replace(granularity="token", group_size=None)):
         with pytest.raises(
-            qfx.ConfigError, match=r"group 128x128 weights by .*; with these weights they are fp8_e4m3 group 128"
+            qfx.ConfigError, match=r"group 128x128 weights by .*; these weights need activations in fp8_e4m3 group 128"
         ):
             qfx.quantize(model, QuantConfig(weight=SQUARE, input=read, target=target), x)  # type: ignore[arg-type]
     config = QuantConfig(weight=SQUARE, input=GROUPS, target=target)  # type: ignore[arg-type]
@@ -193,15 +193,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "not support activations in int16"),
     "measured for all": (
         {"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)},
-        "activations in int8 dynamic; it",
+        "activations in int8 dynamic; use",
     ),
     "E8M0": (
         {"weight": SQUARE, "input": GROUPS.replace(scale=E8M0_EVEN)},
-        "activations in fp8_e4m3 group 128 e8m0_even dynamic; it reads .* fp8_e4m3 group 128 dynamic",
+        "activations in fp8_e4m3 group 128 e8m0_even dynamic; use .* fp8_e4m3 group 128 dynamic",
     ),
     "one E8M0": (
         {"weight": CHANNEL, "input": TensorSpec(format=INT8, scale=E8M0_EVEN)},
-        "activations in int8 e8m0_even; it",
+        "activations in int8 e8m0_even; use",
     ),
     "groups of 64": (
         {"weight": SQUARE, "input": GROUPS.replace(group_size=64)},
@@ -240,7 +240,7 @@ def test_what_vllm_has_is_taken() -> None:
     for weight in (MXFP4, MXFP8_E4M3, NVFP4, TensorSpec(format=FP8_E4M3)):
         for shared in (Granularity.TENSOR, Granularity.HEAD):
             assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3, granularity=shared))
-    with pytest.raises(qfx.ConfigError, match="measures the whole range at run time"):
+    with pytest.raises(qfx.ConfigError, match="always uses the whole range that it measures at run time"):
         W4A4_DYNAMIC.replace(target="vllm")
 
 
@@ -329,7 +329,7 @@ def test_layouts_that_vllm_does_not_read_are_refused_and_not_written(
     weight: TensorSpec, form: str, message: str, tmp_path: Path
 ) -> None:
     config = HALF.replace(weight=weight, exclude=("op:experts", "op:head"))
-    with pytest.raises(qfx.ExportError, match=f"target='vllm' reads no {message}"):
+    with pytest.raises(qfx.ExportError, match=f"target='vllm' does not support {message}"):
         written(tmp_path / "folder", config, form)
     assert not list(tmp_path.glob("folder/*.json"))
     written(tmp_path / "awq", config, "awq")
@@ -389,8 +389,8 @@ def test_operators_that_read_one_value_share_a_matrix(tmp_path: Path) -> None:
     ("target", "form", "why"),
     [
         ("torch", "compressed-tensors", r"q_proj: a pass rotates its input .*target='vllm'"),
-        ("vllm", "gptq", r"q_proj: GPTQ has no place for a matrix that rotates"),
-        ("vllm", "awq", r"q_proj: AWQ has no place for a matrix that rotates"),
+        ("vllm", "gptq", r"q_proj: GPTQ cannot store the matrix that rotates"),
+        ("vllm", "awq", r"q_proj: AWQ cannot store the matrix that rotates"),
     ],
 )
 def test_rotations_without_a_place_are_refused(target: str, form: str, why: str, tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok":
 
 HEAD = "vLLM rotates inputs of linear layers at run time, but not of heads, experts, or keys"
 BIAS = "vLLM does not rotate inputs of layers with a bias at run time"
-LARGE = "vLLM supports rotations of size up to 1024 at run time, not 2048; set block=64 of Rotate"
+LARGE = "vLLM supports rotations of size up to 1024 at run time, not 2048; set block=64 in Rotate"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_nothing_is_rotated_at_run_time_for_sglang(tmp_path: Path) -> None:
     model, batches = decoder()
     qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(target="sglang"))
     said = {change.name.rpartition(".")[2]: change for change in record_of(qmodel, "Rotate").changes}
-    why = "skipped: SGLang does not rotate inputs at run time; target='vllm' does"
+    why = "skipped: SGLang does not rotate inputs at run time, but target='vllm' does"
     assert [name for name, change in said.items() if change.what == why] == [
         "q_proj and 2 more",
         "gate_proj and 1 more",
@@ -470,7 +470,7 @@ def rotate_whatever_the_target(gm: GraphModule) -> int:
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("Qwen2", {}, rf"q_proj: its input is rotated, but {BIAS}; .*that pass \(only=\)"),
+        ("Qwen2", {}, rf"q_proj: its input is rotated, but {BIAS}; .*the pass \(only=\)"),
         ("Llama", {"intermediate_size": 2048}, f"down_proj: its input is rotated, but {LARGE}"),
         ("Llama", {"tie_word_embeddings": False}, f"lm_head: its input is rotated, but {HEAD}"),
     ],
@@ -493,7 +493,9 @@ def test_a_rotated_module_that_is_saved_under_another_name_is_refused(tmp_path: 
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=63)
     model = seeded(transformers.LlavaForConditionalGeneration(config))
     qmodel = quantize(qfx.Session(model, [{"input_ids": torch.arange(8)[None]}]), ROTATED)
-    with pytest.raises(qfx.ExportError, match=r"q_proj: it is rotated, and transformers saves it under another name"):
+    with pytest.raises(
+        qfx.ExportError, match=r"q_proj: its input is rotated, but transformers saves this layer under another name"
+    ):
         qfx.export.huggingface(qmodel, tmp_path / "folder")
 
 
@@ -501,7 +503,7 @@ def test_experts_share_a_scheme() -> None:
     with pytest.raises(qfx.ConfigError, match=r"experts\.gate_up_proj: float; .*experts\.down_proj: int4 .*one kernel"):
         quantize(mixtral(), HALF.replace(exclude=("*.gate_up_proj",)))
     told = Override(pattern="op:experts", weight=CHANNEL, input=TOKEN)
-    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
+    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint need float activations"):
         quantize(mixtral(), HALF.replace(overrides=(told,)))
     assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}, []).startswith("GPTQ in 2 bits")
 
@@ -523,6 +525,6 @@ def test_groups_of_int4_may_be_any() -> None:
 
 
 def test_a_stored_model_whose_target_nobody_registered_is_written_without_its_rules() -> None:
-    with pytest.raises(qfx.ConfigError, match="known from a stored model only"):
+    with pytest.raises(qfx.ConfigError, match="known only by its name, from a stored model"):
         _ = stored_target("nowhere").onnx
     assert stored_target("nowhere").checkpoints.stacks

@@ -249,7 +249,7 @@ def test_an_addmm_is_a_linear() -> None:
 @pytest.mark.parametrize(
     ("tensor", "value", "words"),
     [
-        ("running_var", -0.5, r"1\.running_var of .* is -0\.5 in channel 1, and a variance is not negative"),
+        ("running_var", -0.5, r"1\.running_var of .* is -0\.5 in channel 1, but a variance cannot be negative"),
         ("running_var", 0.0, r"1\.running_var of .* is 0 in channel 1"),
         ("running_var", float("inf"), r"1\.running_var of .* holds NaN or infinity"),
         ("running_mean", float("nan"), r"1\.running_mean of .* holds NaN or infinity"),
@@ -373,7 +373,7 @@ def test_verification_catches_a_pass_that_lies_about_being_exact(exact: bool) ->
     if not exact:
         assert len(run_passes(gm, [lying], verify_inputs=(x,))[1]) == 1
         return
-    with pytest.raises(qfx.PassError, match="pass lying promises to keep the function, but output 0 moved"):
+    with pytest.raises(qfx.PassError, match="pass lying is declared exact, but it changed output 0"):
         run_passes(gm, [lying], verify_inputs=(x,))
 
 
@@ -505,7 +505,7 @@ def test_a_pass_that_does_not_count_is_named(returned: Any) -> None:
         return returned
 
     model, x = linear()
-    with pytest.raises(qfx.PassError, match=r"pass forgets returned .*; a pass returns how often"):
+    with pytest.raises(qfx.PassError, match=r"pass forgets returned .*; a pass must return the number of its rewrites"):
         run_passes(capture(model, x), [forgets])
 
 

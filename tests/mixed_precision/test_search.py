@@ -232,9 +232,7 @@ def test_a_size_is_that_of_the_files_that_are_written(output: Any, tmp_path: Pat
     assert {one.size for one in found.verified} >= ({small, large} if found.winner == MIXED else {small})
     if output == "checkpoint":
         assert found.winner == MIXED
-        with pytest.raises(
-            ConfigError, match=r"fits at most 9 bytes as checkpoint: the smallest that was written takes"
-        ):
+        with pytest.raises(ConfigError, match=r"fits at most 9 bytes as checkpoint: the smallest one written takes"):
             run(model, candidates, batches, budget=Budget(size=9, output=output))
 
 
@@ -385,7 +383,7 @@ def test_operators_that_do_the_same_are_timed_once_and_a_mixture_that_is_too_slo
     assert 0.45 * of_float < found.found.latency <= 0.5 * of_float
     # q, k, v, o; gate, up; down; wide (which is as large as o); narrow
     assert len([calls for calls in timed if len(calls) == 3]) == 4
-    with pytest.raises(ConfigError, match=r"the fastest that was measured takes [\d.]+ ms \(int4"):
+    with pytest.raises(ConfigError, match=r"the fastest one measured takes [\d.]+ ms \(int4"):
         run(model, [INT4, INT8], batches, budget=Budget(latency="1us"))
 
 
@@ -469,10 +467,10 @@ def test_latency_is_measured_only_where_the_target_runs_and_with_a_budget_of_it(
     model, batches = spoiled()
     weight_only = preset(INT8).replace(target=qfx.Target.TENSORRT)
     with pytest.raises(
-        ConfigError, match="cannot measure latency for target 'tensorrt' on this machine; give a budget of bits"
+        ConfigError, match="cannot measure latency for target 'tensorrt' on this machine; use a budget of bits"
     ):
         run(model, [weight_only, FLOAT], batches, budget=Budget(latency=0.5))
-    with pytest.raises(ConfigError, match="timed_batch= applies only to a budget of latency"):
+    with pytest.raises(ConfigError, match="timed_batch= applies only to a latency budget"):
         run(model, [INT4, INT8], batches, budget=Budget(bits=6.0), timed_batch=batches[0])
 
 
@@ -519,7 +517,7 @@ def test_a_ceiling_of_the_error_is_kept_on_other_data_by_fewer_bytes_than_a_cand
     assert bits[0] < bits[1] < bits[2]
     loose = run(model, [INT4, INT8], batches, budget=Budget(error=1.0))
     assert (loose.winner, loose.uniform) == (INT4, True)  # the smallest there is
-    with pytest.raises(ConfigError, match=r"the least that was measured is .* raise the budget"):
+    with pytest.raises(ConfigError, match=r"the smallest error measured is .* raise the budget"):
         run(model, [INT4, INT8], batches, budget=Budget(error=least / 100))
 
 
@@ -647,11 +645,11 @@ def test_a_mask_of_logits_counts_as_nothing(metric: str) -> None:
 def test_the_smallest_choice_that_is_named_is_one_that_can_be_made() -> None:
     candidates = [INT4, INT8, preset(INT8).replace(exclude=("*",))]
     batches = tokens(8, 8, 8)
-    with pytest.raises(ConfigError, match="no mix") as error:
+    with pytest.raises(ConfigError, match="no combination") as error:
         run(seeded(FunctionalHead()), candidates, batches, budget=Budget(size=1))
     size = int(str(error.value).split("(")[1].split(" bytes")[0].replace(",", ""))
     assert run(seeded(FunctionalHead()), candidates, batches, budget=Budget(size=size)).found.size == size
-    with pytest.raises(ConfigError, match="no mix"):
+    with pytest.raises(ConfigError, match="no combination"):
         run(seeded(FunctionalHead()), candidates, batches, budget=Budget(size=size - 1))
 
 
@@ -673,24 +671,24 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an impossible budget": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=2.0)),
         ConfigError,
-        r"no mix .* fits at most 2 bits per weight: the smallest takes [\d.]+ bits per weight \([\d,]+ bytes, 0 of",
+        r"no combination .* fits at most 2 bits per weight: the smallest takes [\d.]+ bits per weight \([\d,]+ bytes",
     ),
     "an impossible size": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(size=10)),
         ConfigError,
-        r"no mix .* fits at most 10 bytes",
+        r"no combination .* fits at most 10 bytes",
     ),
-    "no budget": (Budget, ConfigError, "give one of them"),
+    "no budget": (Budget, ConfigError, "pass one of them"),
     "an output without a size": (
         lambda: Budget(bits=4.0, output="onnx"),
         ConfigError,
-        "names the part that size= limits",
+        "applies only to a budget with size=",
     ),
-    "two budgets": (lambda: Budget(bits=4.0, size="1MiB"), ConfigError, "give one of them"),
+    "two budgets": (lambda: Budget(bits=4.0, size="1MiB"), ConfigError, "pass one of them"),
     "a number for a budget": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=4.5),
         ConfigError,
-        r"budget is Budget\(bits=4.5\)",
+        r"budget must be Budget\(bits=4.5\)",
     ),
     "other passes": (
         lambda: candidates_of(["w4a16_rtn", "w4a16_gptq"]),
@@ -714,7 +712,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "one candidate": (lambda: candidates_of([INT8]), ConfigError, "at least two"),
     "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "listed twice"),
-    "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),
+    "no list": (lambda: candidates_of(INT8), ConfigError, "candidates must be a list"),
     "an unknown format": (
         lambda: candidates_of(["int1", INT8]),
         ConfigError,
@@ -735,7 +733,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no data": (
         lambda: run(mlp(), [INT4, INT8], [], budget=Budget(bits=8.0)),
         CalibrationError,
-        "pass data, batches of real inputs",
+        "pass batches of real inputs as data",
     ),
     "one batch": (
         lambda: run(mlp(), [INT4, INT8], tokens(4), budget=Budget(bits=8.0)),
@@ -797,7 +795,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             validation_data=[1e6 * x for x in rows()],
         ),
         ConfigError,
-        "gives finite outputs on the validation data",
+        "has finite outputs on the validation data",
     ),
     "a derivative that is NaN": (
         lambda: run(seeded(Through(lambda x: (0 * x).sqrt() + x)), [INT4, INT8], rows(), budget=Budget(bits=20.0)),

@@ -178,7 +178,7 @@ def test_a_product_that_a_build_of_torch_lacks_is_simulated(
 
     monkeypatch.setattr(gpu_products, "small_block_product", refuse)
     _, simulated, kernels = of_layer(session(device, HALF), CASES["mxfp4"][1])
-    assert "torch refuses it: MXFP4 scaling supported on" in str(kernels.kernel_report)
+    assert "torch rejects this product: MXFP4 scaling supported on" in str(kernels.kernel_report)
     x = rand(2, 3, INPUTS).to(HALF).to(device)
     assert torch.equal(kernels(x), simulated(x))
 
@@ -300,7 +300,7 @@ def test_a_model_with_kernels_stays_on_its_gpu(device: torch.device) -> None:
     qmodel, _, kernels = of_layer(session(device, torch.bfloat16), CASES["fp8"][1])
     assert kernels[0].weight.device.type == device.type
     for model in (kernels, qmodel.compile()):
-        with pytest.raises(RuntimeError, match="stays where it is"):
+        with pytest.raises(RuntimeError, match="cannot change its dtypes or device"):
             model.cpu()
 
 

@@ -25,7 +25,7 @@ def run(out: Path, checkpoint: Path | None = None) -> qfx.QuantizedModel:
 def test_a_folder_that_no_run_left_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds unfinished already; choose a new directory"):
+    with pytest.raises(ConfigError, match="already contains unfinished; choose a new directory"):
         run(tmp_path)
     assert (tmp_path / "unfinished" / "thesis.txt").read_text() == "mine"
 
@@ -35,7 +35,7 @@ def test_a_folder_called_like_one_that_is_removed_is_not_touched(tmp_path: Path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").write_text("mine")
         (tmp_path / name / "thesis.txt").write_text("mine")
-        with pytest.raises(ConfigError, match=f"holds {name} already; choose a new directory"):
+        with pytest.raises(ConfigError, match=f"already contains {name}; choose a new directory"):
             run(tmp_path)
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == ["lock", "thesis.txt"]
         shutil.rmtree(tmp_path / name)

@@ -214,9 +214,9 @@ def test_a_pass_of_anybody_leaves_notes() -> None:
             drop_tanh,
             seeded(Parent()),
             Kind.REPLACED,
-            r"let module b read another value than .*test_provenance\.py:\d+\);",
+            r"made module b read a value other than .*test_provenance\.py:\d+\);",
         ),
-        (read_the_input, model, Kind.REROUTED, r"let module 2 read another value than .*activation\.py:\d+\);"),
+        (read_the_input, model, Kind.REROUTED, r"made module 2 read a value other than .*activation\.py:\d+\);"),
     ):
         qmodel = quantize(other, INT8_WEIGHT_ONLY.replace(passes=(pass_,)), [rand(4, 8)])
         assert kind in {rewrite.kind for rewrite in rewrites(qmodel.graph_module)}
@@ -287,7 +287,7 @@ def change(notes: Any, key: str, value: Any) -> None:
         (lambda d: change(d["provenance"], "parameters", [1]), "in place of a name"),
         (
             lambda d: change(d["provenance"]["tensors"], "t0", {"folded": {"tensors": ["a"], "undo": []}}),
-            "from nothing",
+            "computed constant without",
         ),
         (lambda d: change(d["provenance"]["tensors"], "t0", {"digest": "a"}), "digest 'a'"),
     ],

@@ -174,7 +174,9 @@ def test_where_codes_are_read_by_something_else_a_warning_says_so() -> None:
     back = graph.call_function(torch.ops.quark_fx.dequantize.default, (codes, scale, point, "int8"))
     graph.output((back, graph.call_function(torch.ops.aten.abs.default, (codes,))))
     gm = GraphModule({"scale": torch.tensor(0.1), "point": torch.zeros((), dtype=torch.int32)}, graph)
-    with pytest.warns(UserWarning, match=r"no gradient passes quark_fx\.quantize\.default at %quantize.*aten\.abs"):
+    with pytest.warns(
+        UserWarning, match=r"no gradient flows through quark_fx\.quantize\.default at %quantize.*aten\.abs"
+    ):
         found = run_with_gradients(gm, rand(4).requires_grad_())
     assert not found[0].requires_grad
     with warnings.catch_warnings():

@@ -140,7 +140,7 @@ def test_a_hugging_face_output_survives(tmp_path: Path) -> None:
 def test_a_type_that_nothing_registered_is_named(stored: Path) -> None:
     structure = {"kind": "registered", "name": "somebody.Elses", "context": [], "items": [None]}
     edit(stored, lambda d: d["signature"].update(out_structure=structure))
-    with pytest.raises(qfx.QuarkError, match=r"nothing has registered: .*somebody.Elses.*; import the"):
+    with pytest.raises(qfx.QuarkError, match=r"an unregistered type: .*somebody.Elses.*; import the"):
         qfx.load(stored)
 
 
@@ -188,7 +188,9 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     qmodel = quantize(seeded(nn.Linear(4, 3)), INT8_DYNAMIC, [rand(6, 4)])
-    with pytest.raises(qfx.QuarkError, match=r"cannot be written: .*; a file is in the way, or choose another"):
+    with pytest.raises(
+        qfx.QuarkError, match=r"cannot be written: .*; remove the file that is in the way, or choose another"
+    ):
         qmodel.save(tmp_path / "file")
 
 
@@ -465,7 +467,7 @@ def test_a_dimension_that_this_torch_fixes_is_named_at_export(tmp_path: Path, mo
     monkeypatch.setattr("quark_fx.graph.nodes.enable_python_dispatcher", nullcontext)
     loaded = qfx.load(tmp_path)
     assert loaded(rand(2, 4, 6, 7)).shape == (2, 4, 12, 14)
-    with pytest.raises(qfx.QuarkError, match=r"upsample_nearest2d.vec at %.*one size only of a dimension that"):
+    with pytest.raises(qfx.QuarkError, match=r"upsample_nearest2d.vec at %.*only one size of a variable dimension"):
         qfx.export.onnx(loaded, tmp_path / "a.onnx")
 
 
@@ -531,10 +533,10 @@ UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an operator that writes": (call_of("aten.add_.Tensor", X, X), "is not allowed"),
     "an overload that writes": (call_of("aten.add.out", X, X, out=X), "writes into its arguments"),
     "any bytes as truth values": (call_of("aten.view.dtype", X, {"torch": "bool"}), "is not allowed"),
-    "another layout": (call_of("aten.zeros.default", [2], layout={"torch": "sparse_coo"}), "which is not known"),
+    "another layout": (call_of("aten.zeros.default", [2], layout={"torch": "sparse_coo"}), "the unknown argument"),
     "terabytes": (call_of("aten.full.default", [1 << 50], 0), "computes a tensor of shape"),
     "terabytes by views": (call_of("aten.expand.default", X, [1 << 41, -1, -1]), "computes a tensor of shape"),
-    "a power without end": (call_of("python.pow", 9, 1 << 60), "computes the power"),
+    "a power without end": (call_of("python.pow", 9, 1 << 60), "raises to the power"),
     "a product of lists": (call_of("python.mul", X, 1 << 60), "uses tensors as sizes"),
     "a number without end": (call_of("aten.add.Scalar", X, 10**300), "which is not of type number"),
     "a tensor for a text": (call_of("aten.einsum.default", X, [X]), "which is not of type str"),
@@ -582,7 +584,7 @@ UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     },
     "a grouped product of another kind": (
         graph_of(zeros(8, 16), zeros(16, 8), ("aten._grouped_mm.default", ["0", "1"])),
-        "may multiply groups of rows",
+        "only the grouped form is allowed",
     ),
     "pinned memory": (call_of("aten.zeros.default", [2], pin_memory=True), "which is not of type Optional"),
 }
@@ -737,9 +739,13 @@ def test_a_model_needs_no_code_of_what_made_it(tmp_path: Path) -> None:
     assert str(loaded.report())
     loaded.save(tmp_path / "again")
     assert qfx.load(tmp_path / "again").config == config
-    with pytest.raises(qfx.QuarkError, match="pass 'my_pass' is known from a stored model only; import the module"):
+    with pytest.raises(
+        qfx.QuarkError, match="pass 'my_pass' is known only by its name, from a stored model; import the module"
+    ):
         quantize(seeded(nn.Linear(8, 8)), config, [x])
-    with pytest.raises(qfx.QuarkError, match="observer 'my_observer' is known from a stored model only; import the"):
+    with pytest.raises(
+        qfx.QuarkError, match="observer 'my_observer' is known only by its name, from a stored model; import the"
+    ):
         quantize(seeded(nn.Linear(8, 8)), config.replace(passes=()), [x])
     with pytest.raises(qfx.ConfigError, match="unknown observer 'my_observer'"):
         qfx.QuantConfig.from_dict(config.to_dict())

@@ -196,7 +196,7 @@ def test_a_model_in_vectors_is_saved_and_loaded(tmp_path: Path) -> None:
     qmodel = quantize(model, config.replace(passes=(GPTQ(),)), data)
     notes = [change.what for row in qmodel.report().passes for change in row.changes]
     assert notes
-    assert all("8 values in a code" in note for note in notes)
+    assert all("8 values in each code" in note for note in notes)
     with pytest.raises(ExportError, match="without an ONNX type"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     qmodel.save(tmp_path / "model")

@@ -170,7 +170,7 @@ def test_a_name_says_what_a_format_is(name: str) -> None:
         ("fp8_e5m2x", "unknown number format"),
         ("fp6_e5m0", "no torch dtype holds the values of fp6_e5m0"),
         ("fp32_e8m23", "no torch dtype holds the values of fp32_e8m23"),
-        ("sm9", "a format of sign and magnitude has at most 8 bits, not 9; use int9"),
+        ("sm9", "a sign-magnitude format has at most 8 bits, not 9; use int9"),
     ],
 )
 def test_a_format_that_nothing_holds_is_refused(name: str, message: str) -> None:

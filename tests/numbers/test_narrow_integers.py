@@ -130,7 +130,7 @@ def test_the_vendors_nodes_hold_them_and_a_dpu_does_not(tmp_path: Path) -> None:
     qmodel = quantize(cnn(), QuantConfig(weight=spec, input=spec, output=spec), images())
     file = written(qmodel, tmp_path, format="vitis")
     assert qfx.verify(qmodel, file, [*images(), *beyond()]).max_steps == 0
-    with pytest.raises(ConfigError, match="a DPU multiplies by shifts"):
+    with pytest.raises(ConfigError, match="a DPU scales by bit shifts"):
         QuantConfig(weight=spec, input=spec, output=spec, target=Target.DPU)
 
 

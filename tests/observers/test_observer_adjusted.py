@@ -96,7 +96,7 @@ def test_any_observer_can_be_adjusted_and_named_in_a_configuration() -> None:
         ({"ratio": 1.5}, "ratio of Adjusted must be a number above 0 and at most 1, not"),
         ({"eps": -1.0}, "eps of Adjusted must be a number of at least 0, not"),
         ({"eps": float("nan")}, "eps of Adjusted must be a number of at least 0, not"),
-        ({"observer": Placeholder()}, "an observer that finds one"),
+        ({"observer": Placeholder()}, "an observer that measures a range"),
         ({"observer": 3}, "must be an Observer, its name or its dict, not 3"),
         ({"observer": Hqq()}, "chooses scales, not a range"),
     ],

@@ -100,7 +100,7 @@ def test_experts_are_learned_with_what_sends_them_their_rows_or_left(unit: Unit)
     changes = {c.name: c for c in qmodel.report().passes[-1].changes}
     experts = [change for name, change in changes.items() if "experts" in name]
     assert len(experts) == 2
-    assert all(("data selects the rows" in c.what) == (unit is Unit.OPERATOR) for c in experts)
+    assert all(("which rows it multiplies depends on the data" in c.what) == (unit is Unit.OPERATOR) for c in experts)
     assert all(c.changed == (unit is Unit.BLOCK) for c in experts)
     assert any(c.changed for name, c in changes.items() if "attn" in name)
 

@@ -342,13 +342,13 @@ def test_every_operator_says_what_became_of_its_bias(second: nn.Module, between:
 
 def test_a_low_mean_is_said_to_be_low() -> None:
     rows = noted(high_bias(nn.Conv2d(4, 8, 3), nn.ReLU(), beta=0.4), rand(2, 3, 6, 6), AbsorbHighBias())
-    assert rows["0"].what == "skipped: its mean is too near to where the ReLU cuts"
+    assert rows["0"].what == "skipped: its mean is too close to the ReLU's threshold"
 
 
 def test_what_takes_part_in_a_site_that_is_left_is_named() -> None:
     rows = noted(seeded(Normed()), torch.tensor([[1, 2, 3], [4, 5, 6]]), CrossLayerEqualization())
-    assert "skipped: aten.layer_norm.default (%layer_norm) takes part" in rows["b"].what
-    assert "skipped: aten.embedding.default (%embedding) takes part" in rows["a"].what
+    assert "skipped: aten.layer_norm.default (%layer_norm) uses these channels" in rows["b"].what
+    assert "skipped: aten.embedding.default (%embedding) uses these channels" in rows["a"].what
     model = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 3, 1)))
     rows = noted(model, rand(2, 3, 4, 4), CrossLayerEqualization(keep_scalar_bounds=True))
     assert rows["2"].what == "skipped: the bounds of %hardtanh stay scalar (keep_scalar_bounds)"

@@ -278,7 +278,7 @@ def test_a_map_that_no_module_can_compute_is_named() -> None:
     data = [(rand(2, 3, 4), rand(2, 3, 4, seed=1))]
     for name, reason in {
         "map before and factor after": "quantize without fold_batch_norm",
-        "sum before": "takes none",
+        "sum before": "has none in the float model",
     }.items():
         qmodel = quantize(Two(FUNCTIONAL[name]).eval(), INT8_WEIGHT_ONLY, data)
         with pytest.raises(qfx.QuarkError, match=reason):

@@ -43,7 +43,7 @@ def test_it_is_an_observer_of_weights() -> None:
     assert QuantConfig.from_dict(config.to_dict()) == config
     qmodel = quantize(mlp(), config, tokens())
     assert all(not row.reason for row in qmodel.report())
-    with pytest.raises(ConfigError, match="this one is for weights"):
+    with pytest.raises(ConfigError, match="works only for weights"):
         QuantConfig(weight=weight, input=TensorSpec(format=UINT8, observer=Hqq()))
 
 

@@ -186,12 +186,12 @@ def test_where_nothing_can_be_learned_the_drawn_matrix_stays_and_the_report_says
         learned, drawn = (quantize(model, CONFIG.replace(input=spec, passes=(p,)), data()) for p in (LEARN, ROTATE))
         (change,) = changes(learned).values()
         assert change.changed
-        assert change.what.startswith("as drawn, no operator reads it in codes whose range is measured at run time; ")
+        assert change.what.startswith("as drawn, no operator that reads it quantizes it dynamically; ")
         with torch.no_grad():
             assert torch.equal(learned(data()[0]), drawn(data()[0]))
     normed = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)))
     found = changes(quantize(normed, CONFIG.replace(passes=(LearnRotations(overhead=9),)), data()))
-    assert any(change.what.startswith("as drawn, it has to keep means; ") for change in found.values())
+    assert any(change.what.startswith("as drawn, the rotation has to keep means; ") for change in found.values())
 
 
 def test_a_matrix_that_validation_data_does_not_confirm_stays_as_it_was_drawn() -> None:
@@ -332,7 +332,7 @@ def test_one_batch_teaches_and_judges_and_blocks_are_learned() -> None:
 @pytest.mark.parametrize("between", [(), (LowRank(rank=4),)], ids=["alone", "a split between"])
 def test_what_is_rotated_at_run_time_is_not_rotated_again(between: tuple[Any, ...]) -> None:
     qmodel = quantize(Mlp(nn.RMSNorm).eval(), CONFIG.replace(passes=(ROTATE, *between, LEARN)), data())
-    assert {change.what for change in changes(qmodel).values()} == {"skipped: its input is rotated at run time already"}
+    assert {change.what for change in changes(qmodel).values()} == {"skipped: its input is already rotated at run time"}
 
 
 class Flattened(nn.Module):

@@ -58,7 +58,7 @@ def lost(model: nn.Module, config: QuantConfig) -> float:
 def left(change: Any) -> float:
     """Return what the error of a change is multiplied by."""
     assert change.changed
-    return float(change.what.rpartition("error times ")[2])
+    return float(change.what.rpartition("error multiplied by ")[2])
 
 
 def changes(qmodel: qfx.QuantizedModel) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Mixed(nn.Module):
 
 def test_a_module_that_computes_more_than_the_operator_is_refused_by_name() -> None:
     qmodel = quantize(nn.Sequential(seeded(Mlp()), Mixed()).eval(), configured(LowRank(rank=8)), data())
-    with pytest.raises(qfx.QuarkError, match=r"has a branch in float, and its module \(1\) computes something else"):
+    with pytest.raises(qfx.QuarkError, match=r"has a float branch, but its module \(1\) also computes something else"):
         qmodel.eager()
 
 
@@ -342,7 +342,7 @@ def test_checkpoints_refuse_branches_by_the_layer(tmp_path: Path) -> None:
     weight = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8)
     config = QuantConfig(weight=weight, passes=(LowRank(rank=2, overhead=9),), exclude=("op:embedding", "op:head"))
     qmodel = quantize(seeded(case.make()), config, list(case.batches)[:1])
-    with pytest.raises(qfx.ExportError, match=r"no place for the branches in float that LowRank adds to model"):
+    with pytest.raises(qfx.ExportError, match=r"cannot store the float branches that LowRank adds to model"):
         qfx.export.huggingface(qmodel, tmp_path)
 
 
@@ -434,10 +434,10 @@ def test_what_is_not_split_has_a_reason() -> None:
     conv = seeded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 64)))
     config = QuantConfig(weight=TensorSpec(format=INT8), input=None, passes=(LowRank(rank=2),))
     found = changes(quantize(conv, config, [rand(16, 3, 6, 6)]))
-    assert found["0"].what.startswith("skipped: only products of rows and one matrix are split")
+    assert found["0"].what.startswith("skipped: LowRank splits only products of rows and one matrix")
     assert found["3"].changed
     found = changes(quantize(seeded(Scaled()), configured(LowRank(rank=8)), [x.flatten(0, 1) for x in data()]))
-    assert found["layer"].what.startswith("skipped: only products of rows and one matrix are split")
+    assert found["layer"].what.startswith("skipped: LowRank splits only products of rows and one matrix")
     casts = QuantConfig(weight=TensorSpec(format=FP16), input=None, passes=(LowRank(rank=8),))
     assert {c.what for c in changes(quantize(seeded(Mlp()), casts, data())).values()} == {
         "skipped: its weight is cast, not quantized"
@@ -458,7 +458,7 @@ def test_calibrated_ranges_need_directions_that_other_data_confirms(rows: int, s
     batches = list(rand(rows, WIDTH, seed=5).split(rows // 8))
     (change,) = record_of(quantize(model, config, batches), "LowRank").changes
     assert change.changed is split
-    assert split or change.what.endswith("of the validation data; pass more data")
+    assert split or change.what.endswith("of the validation data unexplained; pass more data")
     dynamic = configured(LowRank(rank=16, overhead=1))
     assert record_of(quantize(model, dynamic, batches), "LowRank").changes[0].changed
 

@@ -74,7 +74,7 @@ def test_all_columns_get_one_size_and_the_report_has_what_it_was() -> None:
                                          passes=(NormalizeColumns(),)), data(1))  # fmt: skip
     (change,) = record_of(qmodel, "NormalizeColumns").changes
     assert change.changed
-    said = float(change.what.rpartition("loss of error feedback times ")[2])
+    said = float(change.what.rpartition("loss of error feedback multiplied by ")[2])
     assert said == pytest.approx(float(before.log().mean().exp() / before.mean()), rel=5e-3)
     scale = model.norm.weight / stored_tensors(qmodel.graph_module)["norm.weight"]
     after = before * scale.square()

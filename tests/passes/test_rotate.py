@@ -342,7 +342,7 @@ class Odd(nn.Module):
             return F.scaled_dot_product_attention(k, k, x)
         if self.kind == "its queries are constants of the model":
             return F.scaled_dot_product_attention(self.asked, k, x)
-        if self.kind == "the model returns its keys":
+        if self.kind == "its keys are an output of the model":
             return F.scaled_dot_product_attention(x, k, x), k
         return x.mT @ (k @ x.mT).softmax(-2)
 
@@ -353,7 +353,7 @@ class Odd(nn.Module):
         "its keys and values are the same tensor",
         "its keys and queries are the same tensor",
         "its queries are constants of the model",
-        "the model returns its keys",
+        "its keys are an output of the model",
         "the channels of its queries and keys are not their last dimension",
     ],
 )

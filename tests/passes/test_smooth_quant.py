@@ -392,7 +392,9 @@ def test_where_no_activation_is_quantized_there_is_nothing_to_smooth(config: Qua
 def test_operators_that_stay_in_float_are_not_smoothed_for() -> None:
     model = planted(100.0)
     qmodel = smoothed(model, DATA, INT8_STATIC.replace(exclude=("up",)))
-    assert changes(qmodel)["up"].what.startswith("skipped: not every operator that reads it multiplies codes by codes")
+    assert changes(qmodel)["up"].what.startswith(
+        "skipped: not every operator that reads it multiplies quantized inputs"
+    )
     before, after = float_graphs(model, DATA, INT8_STATIC.replace(exclude=("up",)))
     assert torch.equal(stored_tensors(before)["norm.weight"], stored_tensors(after)["norm.weight"])
 

@@ -135,7 +135,10 @@ def convert_nothing(gm: GraphModule, context: Context) -> int:
 
 @pytest.mark.parametrize(
     ("other", "message"),
-    [(plan_nothing, "the plan is missing; a pass of the planned stage"), (convert_nothing, "made no report; call")],
+    [
+        (plan_nothing, "the plan is missing; a pass of the planned stage"),
+        (convert_nothing, "reported no operators; call"),
+    ],
     ids=["planned", "settled"],
 )
 def test_a_stage_that_leaves_its_work_is_named(other: Any, message: str) -> None:

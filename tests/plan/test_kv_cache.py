@@ -209,7 +209,7 @@ class Shared(nn.Module):
 )
 def test_a_cache_that_nothing_has_is_named(model: Any, options: dict[str, Any], why: str) -> None:
     config = QuantConfig(weight=TensorSpec(format=INT8), kv_cache=TOKEN, **options)
-    with pytest.warns(UserWarning, match=f"kv_cache quantizes nothing: {why}"):
+    with pytest.warns(UserWarning, match=f"kv_cache has no effect: {why}"):
         qfx.quantize(seeded(model()), config, [rand(2, 5, WIDTH)], progress=False)
 
 
@@ -236,7 +236,7 @@ def test_heads_that_vary_in_number_have_one_scale_or_a_reason() -> None:
     config = QuantConfig(kv_cache=SPECS["int8 per head and channel"])
     with pytest.warns(UserWarning, match="nothing was quantized"):
         (row,) = qfx.quantize(OfAnyWidth().eval(), config, [x], dynamic_shapes=sizes, progress=False).report()
-    assert "vary in number" in row.reason
+    assert "the number of heads" in row.reason
 
 
 class Latent(nn.Module):
@@ -293,7 +293,7 @@ class Padded(nn.Module):
 )
 def test_without_a_dimension_of_heads_there_is_a_reason(model: Callable[[], nn.Module]) -> None:
     config = QuantConfig(kv_cache=SPECS["fp8 per head"])
-    why = "has no dimension for heads alone" if model is Merged else "share channels, so a cache holds latents"
+    why = "has no dimension that holds only heads" if model is Merged else "share channels, so a cache holds latents"
     with pytest.warns(UserWarning, match=why):
         rows = qfx.quantize(seeded(model()), config, [rand(2, 5, WIDTH)], progress=False).report()
     assert [why in row.reason for row in rows if row.kind == "attention"] == [True]
@@ -317,9 +317,9 @@ def test_scales_per_head_are_for_caches(field: str) -> None:
         ({"format": INT8, "dynamic": True}, "granularity='token' on `kv_cache`"),
         ({"format": INT8, "granularity": "head", "dynamic": True}, "per tensor, token or group, not per head"),
         ({"format": INT4, "granularity": "group", "group_size": 4}, "measured at run time; set dynamic=True"),
-        ({"format": INT4, "symmetry": "sign_aware"}, "sign_aware' is for weights"),
-        ({"format": INT8, "reduce_range": True}, "reduce_range is for weights"),
-        ({"format": INT8, "observer": Hqq()}, "this one is for weights"),
+        ({"format": INT4, "symmetry": "sign_aware"}, "sign_aware' is only for weights"),
+        ({"format": INT8, "reduce_range": True}, "reduce_range is only for weights"),
+        ({"format": INT8, "observer": Hqq()}, "works only for weights"),
     ],
 )
 def test_what_no_cache_can_be_is_refused(spec: dict[str, Any], message: str) -> None:

@@ -64,7 +64,7 @@ def test_other_observers_of_a_measured_range_are_refused_with_the_remedy() -> No
         ):
             measured(observer=observer)
     assert NVFP4.input is not None
-    with pytest.raises(ConfigError, match="uses the whole range at run time"):
+    with pytest.raises(ConfigError, match="always uses the full range at run time"):
         NVFP4.input.replace(observer=SHARE)
 
 
@@ -72,17 +72,21 @@ def test_what_cannot_hold_it_says_so(tmp_path: Path) -> None:
     model, x = seeded(nn.Sequential(nn.Linear(64, 64))), rand(8, 64)
     config = W8A8_DYNAMIC.replace(passes=(), exclude=(), input=SPECS["int8 per token"])
     for target, said in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        with pytest.raises(ConfigError, match=f"{said} measures the whole range at run time; drop the observer"):
+        with pytest.raises(
+            ConfigError, match=f"{said} always uses the whole range that it measures at run time; drop the observer"
+        ):
             config.replace(target=target)
     asymmetric = config.replace(input=measured(symmetry=Symmetry.ASYMMETRIC, observer=SHARE))
-    with pytest.raises(ConfigError, match="XNNPACK measures the whole range at run time; drop the observer"):
+    with pytest.raises(ConfigError, match="XNNPACK always uses the whole range at run time; drop the observer"):
         asymmetric.replace(target="executorch")
-    with pytest.raises(qfx.QuarkError, match=r"measured at run time in a share of the range \(drop the observer\)"):
+    with pytest.raises(qfx.QuarkError, match=r"measured at run time in part of the range \(drop the observer\)"):
         qfx.export.pt2e(quantize(model, asymmetric, [x]))
     groups = config.replace(
         target="torch", input=measured(granularity=Granularity.GROUP, group_size=32, observer=SHARE)
     )
-    with pytest.raises(ConfigError, match="ONNX uses the whole range of activations in groups; drop the observer"):
+    with pytest.raises(
+        ConfigError, match="ONNX always uses the whole range of activations in groups; drop the observer"
+    ):
         groups.replace(target="onnx")
-    with pytest.raises(qfx.QuarkError, match=r"in a share of the range of groups \(drop the observer\) at run time"):
+    with pytest.raises(qfx.QuarkError, match=r"with part of the range of groups \(drop the observer\) at run time"):
         qfx.export.onnx(quantize(model, groups, [x]), tmp_path / "model.onnx")

@@ -174,7 +174,7 @@ def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib.figure", WithoutCache())
         with pytest.raises(
-            QuarkError, match="cannot make a folder for its cache: not writable; name one in MPLCONFIGDIR"
+            QuarkError, match="cannot make a folder for its cache: not writable; set MPLCONFIGDIR to a writable folder"
         ):
             report(5).html(tmp_path / "page.html")
     with pytest.raises(QuarkError, match=r"cannot be written: .*; create its directory, or choose another path"):

@@ -417,5 +417,5 @@ def test_a_reduced_range_is_for_weights_of_8_or_16_bits(options: dict[str, Any])
 
 
 def test_activations_have_no_reduced_range() -> None:
-    with pytest.raises(ConfigError, match="reduce_range is for weights"):
+    with pytest.raises(ConfigError, match="reduce_range is only for weights"):
         STATIC.replace(input=TensorSpec(format=UINT8, reduce_range=True))

@@ -423,7 +423,10 @@ def test_tables_are_not_weighted_operators() -> None:
         (lambda m, x: torch.mv(m.table, x[0]), "no quantization rule for aten.mv.default; write it as"),
         (lambda m, x: m.table[x.argmax(-1)], "use torch.nn.functional.embedding"),
         (lambda m, x: torch.bmm(x[:, None], m.cube[x.argmax(-1)]), "set_experts_implementation('grouped_mm')"),
-        (lambda m, x: F.linear(x, m.table * x.mean()), "combined with a value of the input before aten.linear"),
+        (
+            lambda m, x: F.linear(x, m.table * x.mean()),
+            "combined with a value computed from the input before aten.linear",
+        ),
     ],
     ids=["bilinear", "vector", "rows", "experts", "modulated"],
 )
@@ -440,7 +443,10 @@ def test_a_weight_that_is_too_large_to_fold_is_in_the_report(monkeypatch: pytest
     model = build(lambda m, x: F.linear(x, m.one.expand(9, 4)) + F.linear(x, m.two.repeat(2, 1).repeat(1, 1))[:, :1])
     model.one, model.two = nn.Parameter(rand(1, 4)), nn.Parameter(rand(16, 4))
     found = quantize(model, INT8_WEIGHT_ONLY, [rand(3, 4)]).report()
-    assert [row.reason.partition(";")[0] for row in found] == ["it is computed from parameters in the graph", ""]
+    assert [row.reason.partition(";")[0] for row in found] == [
+        "this operand is computed from parameters in the graph",
+        "",
+    ]
 
 
 def test_without_the_pass_that_folds_a_computed_weight_has_a_reason() -> None:
@@ -830,7 +836,7 @@ def test_every_weight_of_a_recurrent_layer_has_a_row() -> None:
     [
         (INT8_STATIC.replace(exclude=("op:lstm",)), "excluded by 'op:lstm'"),
         (INT8_STATIC.replace(exclude=("cells",)), "excluded by 'cells'"),
-        (XINT8, "target='dpu' has no lstm with weights in codes"),
+        (XINT8, "target='dpu' does not support lstm with quantized weights"),
     ],
 )
 def test_a_recurrent_layer_in_float_has_a_reason_for_each_weight(config: QuantConfig, reason: str) -> None:
@@ -890,10 +896,10 @@ def test_exclude_wins_over_overrides_and_says_so(pattern: str) -> None:
     spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
     model, data = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [rand(3, 4)]
     config = INT8_STATIC.replace(exclude=("0",), overrides=(Override(pattern=pattern, weight=spec),))
-    only = f"override '{pattern}' changes nothing: 0 is excluded by '0', which wins over the override"
+    only = f"override '{pattern}' changes nothing: 0 is excluded by '0', which takes precedence over override"
     with pytest.warns(UserWarning, match=re.escape(only)) if pattern == "0" else nullcontext():
         rows = list(quantize(seeded(model), config, data).report())
-    assert rows[0].reason == f"excluded by '0', which wins over the override '{pattern}'"
+    assert rows[0].reason == f"excluded by '0', which takes precedence over override '{pattern}'"
     assert rows[1].weight == ("int8 channel" if pattern == "0" else "int4 channel")
     kept = config.replace(overrides=(Override(pattern=pattern, weight=None),))
     assert next(iter(quantize(seeded(model), kept, data).report())).reason == "excluded by '0'"

@@ -268,9 +268,11 @@ def test_passes_that_changed_nothing_have_the_most_common_reason() -> None:
 def test_a_table_of_a_pass_that_did_not_run_is_refused() -> None:
     report = Report((), (PassRecord("SmoothQuant", 0, 1.0, ()),))
     assert report.pass_table("SmoothQuant").startswith("pass")
-    with pytest.raises(ConfigError, match=r"no pass 'SmothQuant' ran; the run had: SmoothQuant.*mean 'SmoothQuant'"):
+    with pytest.raises(
+        ConfigError, match=r"no pass 'SmothQuant' ran; passes of this run: SmoothQuant.*mean 'SmoothQuant'"
+    ):
         report.pass_table("SmothQuant")
-    with pytest.raises(ConfigError, match="the run had: none"):
+    with pytest.raises(ConfigError, match="passes of this run: none"):
         Report(()).pass_table("GPTQ")
 
 

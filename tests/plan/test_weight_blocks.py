@@ -112,7 +112,7 @@ def test_blocks_that_are_none_are_refused() -> None:
     for options, message in (
         ({"granularity": Granularity.CHANNEL}, "group_rows` is for weights"),
         ({"granularity": Granularity.GROUP, "group_size": 32, "dynamic": True}, "group_rows` is for weights"),
-        ({"granularity": Granularity.GROUP, "group_size": 32, "symmetry": Symmetry.OFFSET}, "nor offsets"),
+        ({"granularity": Granularity.GROUP, "group_size": 32, "symmetry": Symmetry.OFFSET}, "or offsets"),
     ):
         with pytest.raises(ConfigError, match=message):
             TensorSpec(format=UINT4, group_rows=8, **options)

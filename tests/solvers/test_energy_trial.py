@@ -91,7 +91,7 @@ def test_groups_of_channels_have_a_reason() -> None:
     config = QuantConfig(weight=spec, input=spec, passes=(SmoothQuant(rms=True),))
     record = record_of(quantize(model, config, [rand(2, 8, 6, 6)]), "SmoothQuant")
     assert [change.what for change in record.changes] == [
-        "skipped: not every operator that reads it has codes, and all channels in every output"
+        "skipped: not every operator that reads it is quantized and uses all channels for every output"
     ]
 
 

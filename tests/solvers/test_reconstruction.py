@@ -645,7 +645,10 @@ def test_every_change_counts() -> None:
 def test_power_of_two_scales_stay() -> None:
     """A learned one would be none."""
     qmodel = learn(AdaQuant(scale_rate=0.05, **SHORT), config=XINT8)
-    assert qmodel.report().passes[-1].changes[0].what == "skipped: activation scales may not take any value (scale)"
+    assert (
+        qmodel.report().passes[-1].changes[0].what
+        == "skipped: activation scales are restricted to certain values by the option `scale`"
+    )
     assert (
         "skipped: activation scales" not in learn(AdaQuant(scale_rate=0.0, **SHORT), config=XINT8).report().pass_table()
     )

@@ -252,7 +252,7 @@ def test_data_made_under_inference_mode_can_be_calibrated_with_and_learned_from(
 def test_a_model_made_under_inference_mode_is_refused_by_name() -> None:
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(4, 4)).eval()
-    with pytest.raises(qfx.CaptureError, match=r"first 0\.weight, were made under inference_mode"):
+    with pytest.raises(qfx.CaptureError, match=r"first 0\.weight, were created under torch.inference_mode"):
         quantize(model, INT8, [rand(2, 4)])
 
 
@@ -411,7 +411,7 @@ WARNINGS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: qfx.quantize(linear(), NOTHING, [rand(4, 8)], progress=False),
     ),
     "zeros": ("is all zeros", lambda: qfx.quantize(linear(), INT8, [torch.zeros(4, 8)], progress=False)),
-    "one sample": ("is one sample", lambda: qfx.quantize(linear(), ONE_SAMPLE, [rand(1, 8)], progress=False)),
+    "one sample": ("is a single sample", lambda: qfx.quantize(linear(), ONE_SAMPLE, [rand(1, 8)], progress=False)),
     "a fixed batch": ("fixes dimension 0", lambda: qfx.capture_graph(Loop().eval(), rand(4, 8))),
     "a fixed batch, deeper": (
         "fixes dimension 0",

@@ -230,7 +230,7 @@ def test_a_stored_value_is_data_until_it_is_used() -> None:
         assert copy.deepcopy(value) == pickle.loads(pickle.dumps(value)) == value == replace(value)
         assert len({value, copy.copy(value)}) == 1
         assert str(value) == "mine"
-        message = f"{value.what} 'mine' is known from a stored model only; import"
+        message = f"{value.what} 'mine' is known only by its name, from a stored model; import"
         with pytest.raises(qfx.ConfigError, match=message):
             value(None)
         with pytest.raises(qfx.ConfigError, match=message):

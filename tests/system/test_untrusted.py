@@ -67,7 +67,7 @@ def test_yaml_that_no_configuration_is_is_refused_in_a_short_message(name: str) 
 
 
 def test_a_key_that_is_there_twice_is_named_with_its_lines() -> None:
-    with pytest.raises(ConfigError, match="key 'exclude' is in lines 2 and 4; keep one of them"):
+    with pytest.raises(ConfigError, match="key 'exclude' occurs in lines 2 and 4; keep one of them"):
         qfx.QuantConfig.from_yaml("preset: int8_static\nexclude: [a]\ntarget: onnx\nexclude: [b]\n")
 
 

@@ -188,14 +188,17 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failure", "remedy"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "make room, or choose another path"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free disk space, or choose another path"),
         (
             SafetensorError("Error while serializing: I/O error: Full (os error 28)"),
-            "make room, or choose another path",
+            "free disk space, or choose another path",
         ),
         (PermissionError(errno.EACCES, "Permission denied"), "make its directory writable, or choose another path"),
-        (IsADirectoryError(errno.EISDIR, "Is a directory"), "a directory is in the way, or choose another path"),
-        (OSError("1 requested and 0 written"), "make room, or choose another path"),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory"),
+            "remove the directory that is in the way, or choose another path",
+        ),
+        (OSError("1 requested and 0 written"), "free disk space, or choose another path"),
         (OSError("odd"), "choose another path"),
     ],
 )
@@ -227,7 +230,7 @@ def test_a_text_is_replaced_in_one_step_where_it_is_a_file(tmp_path: Path) -> No
     write_text(pipe, "third")
     assert os.read(reader, 9) == b"third"
     os.close(reader)
-    for place, remedy in (("nowhere/x", "create its directory"), ("real/x", "a file is in the way")):
+    for place, remedy in (("nowhere/x", "create its directory"), ("real/x", "remove the file that is in the way")):
         with pytest.raises(ExportError, match=f"{place} cannot be written: .*; {remedy}, or choose another path"):
             write_text(tmp_path / place, "")
     with pytest.raises(ExportError, match=r"real cannot be written: .*surrogates not allowed; choose another path"):

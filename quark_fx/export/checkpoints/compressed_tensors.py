@@ -127,11 +127,11 @@ class Schemes:
         layers = [(layer, key) for key, members in self._members.items() for layer in members]
         experts = {layer.stack: kinds[key] for layer, key in layers if layer.stack}
         if len(set(experts.values())) > 1:
-            rule = "all experts of a checkpoint have the same"
+            rule = "all experts of a checkpoint must use the same scheme"
             raise unholdable([f"{name}: {kind}; {rule}" for name, kind in experts.items()])
         key_by_layer = {layer.name: key for layer, key in layers if not layer.stack}
         if _has_zero_points(self._schemes) and len(set(key_by_layer.values())) > 1:
-            rule = "transformers needs the same of all layers but experts, if one has zero points"
+            rule = "if any layer has zero points, transformers needs one scheme for all layers except experts"
             raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in key_by_layer.items()])
 
 
@@ -149,7 +149,7 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     schemes.require_readable()
     scales, cache = cache_of(checkpoint)
     if cache.startswith(str(INT8)):
-        warn(f"vLLM has no caches in {INT8}; compressed-tensors reads the scales of this checkpoint")
+        warn(f"vLLM does not support {INT8} caches; compressed-tensors does read this checkpoint's cache scales")
     matrices, transforms = _transforms(checkpoint)
     ignore = [
         *checkpoint.left,
@@ -169,7 +169,7 @@ def _transforms(checkpoint: Checkpoint) -> Written:
     """
     saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
     if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
-        why = f"it is rotated, and transformers saves it under another name; {UNROTATED}"
+        why = f"its input is rotated, but transformers saves this layer under another name; {UNROTATED}"
         raise unholdable([f"{path}: {why}" for path in other])
     alike: list[tuple[Tensor, list[str]]] = []
     for path, matrix in checkpoint.rotations.items():
@@ -186,8 +186,8 @@ def _transforms(checkpoint: Checkpoint) -> Written:
         tensors |= {f"{path}.{name}_input.weight": matrix * size**0.5 for path in paths}
     if groups:
         warn(
-            "only vLLM applies the rotations of this checkpoint; transformers leaves out the matrices, and computes "
-            "something else"
+            "only vLLM applies the rotations of this checkpoint; transformers ignores the rotation matrices and "
+            "computes wrong results"
         )
     return tensors, {"transform_config": {"config_groups": groups}} if groups else {}
 
@@ -218,7 +218,7 @@ def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[di
     config = checkpoint.shell.config.get_text_config(decoder=True).to_dict()
     for path, attention in checkpoint.caches.items():
         if attention.entering is None:
-            errors.append(f"{path}: several attentions in one module, whose caches a checkpoint does not tell apart")
+            errors.append(f"{path}: the module has several attentions, and a checkpoint cannot tell their caches apart")
         for name, activation, size in zip("kv", attention.entering or (), attention.sizes, strict=False):
             kind, unit = _kind_of_cache(activation), scale_format(activation.scale_type).unit
             if why := _unheld(activation, size, kind, kinds, config):
@@ -228,11 +228,11 @@ def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[di
             scale = torch.tensor(unit, dtype=torch.float32) if activation.scale is None else activation.scale
             tensors[f"{path}.{name}_scale"] = scale.reshape(-1, 1, 1) if scale.dim() else scale.reshape(1)
     errors += [
-        f"{path}: its keys and values stay in float; a checkpoint has one cache for all"
+        f"{path}: its keys and values stay in float, but all layers must use the same cache format"
         for path in checkpoint.float_caches
     ]
     if len(common) > 1:
-        errors.append(f"keys and values in {' and '.join(common)}; a checkpoint has one cache for all")
+        errors.append(f"keys and values in {' and '.join(common)}; all layers must use the same cache format")
     if errors:
         raise unholdable(list(dict.fromkeys(errors)))
     (kind,) = common
@@ -256,17 +256,17 @@ def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str],
     if kind not in kinds:
         other = "modelopt" if kind == NVFP4_CACHE else "compressed-tensors" if kind in _CACHES else ""
         return (
-            f"keys or values in {kind}; this format holds caches in {', '.join(kinds)}: "
+            f"keys or values in {kind}; this format supports caches in {', '.join(kinds)}: "
             f"{other and f'export with format={other!r}, or '}set kv_cache=TensorSpec(format='fp8_e4m3')"
         )
     if config.get("kv_lora_rank") is not None:
         return "servers cache latents (kv_lora_rank) instead of its keys and values; set kv_cache=None"
     if kind == NVFP4_CACHE and channels is not None and channels % 16:
-        return f"heads of {channels} channels, which are not a multiple of 16; set format='fp8_e4m3' of kv_cache"
+        return f"heads of {channels} channels, which are not a multiple of 16; set format='fp8_e4m3' in kv_cache"
     if kind.endswith(" per head") and heads != stated:
         return (
             f"{heads} heads, but readers expect num_key_value_heads={stated} from the model's configuration; set "
-            "granularity='tensor' of kv_cache"
+            "granularity='tensor' in kv_cache"
         )
     return ""
 
@@ -327,16 +327,16 @@ def _measured_otherwise(layer: Layer) -> str:
     if fmt.is_integer and activation.symmetry == Symmetry.SYMMETRIC:
         most = 2 ** (fmt.bits - 1) - 1
         return (
-            f"transformers divides the largest magnitude of a token by {most}.5, this model by {most} as other readers "
-            f"do: there its {fmt} activations are rounded differently; for equal results in transformers set "
+            f"transformers divides the largest magnitude of a token by {most}.5, but this model and other readers "
+            f"divide by {most}, so transformers rounds its {fmt} activations differently; for equal results, set "
             "symmetry='symmetric_full' on `input`"
         )
     rule = E8M0_CEIL if fmt == FP8_E4M3 else E8M0_EVEN
     if kind.rule is None or kind == rule:
         return ""
     return (
-        f"readers measure scales of {fmt} activations by the rule {rule}, this model by {kind}: they round some blocks "
-        f"differently; for equal results set scale='{rule}' on `input`"
+        f"readers compute scales of {fmt} activations by the rule {rule}, but this model by {kind}, so they round some "
+        f"blocks differently; for equal results, set scale='{rule}' on `input`"
     )
 
 
@@ -349,8 +349,8 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     dense = layer.is_linear and not layer.stack
     if not weight.is_symmetric and (activation is not None or not dense or strategy == "tensor"):
         raise ExportError(
-            "zero points, which it holds for weights of linear layers per channel or group with float activations, "
-            "but not of experts; use symmetry='symmetric'"
+            "compressed-tensors supports zero points only for linear layers (not experts) with float activations and "
+            "scales per channel or group; use symmetry='symmetric'"
         )
     weights = _arguments(weight.format, weight.is_symmetric, strategy)
     weights["group_size"] = size
@@ -365,14 +365,14 @@ def _scheme(layer: Layer) -> dict[str, Any]:
         weights |= {"strategy": "block", "group_size": None, "block_structure": [square, square]}
         if inputs is not None and inputs["group_size"] != square:
             raise ExportError(
-                f"activations in other groups than weights in blocks of {square}x{square}; it holds fp8_e4m3 in square "
-                "blocks only with activations that have a float32 scale per group of as many channels"
+                f"with weights in blocks of {square}x{square}, compressed-tensors supports only activations in float, "
+                f"or with a float32 scale per group of {square} channels; set group_size={square} in input"
             )
     elif not integer and (size or weight.format.bits < 8):
         weights, kind = _block_weights(layer, weights)
         return {"weights": weights, "input_activations": inputs, "format": kind}
     if not integer and weight.format != FP8_E4M3:
-        raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
+        raise ExportError(f"weights in {weight.format}; compressed-tensors supports only {FP8_E4M3} as 8-bit floats")
     if not integer and activation is not None:
         kind = "float-quantized"
     elif not integer or not layer.is_linear:
@@ -388,19 +388,20 @@ def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
     fmt = parse_format(activation.format) if activation.format else None
     if fmt is None or not (str(fmt) in _FLOATS or (fmt.is_integer and fmt.bits <= 8 and not fmt.sign_magnitude)):
         raise ExportError(
-            f"activations in {fmt or activation.cast}; it holds integers of at most 8 bits, and {', '.join(_FLOATS)}"
+            f"activations in {fmt or activation.cast}; compressed-tensors supports integers of at most 8 bits, and "
+            f"{', '.join(_FLOATS)}"
         )
     size, kind = max(activation.block_size, 0) or None, scale_format(activation.scale_type)
     if size and channels % size:
-        raise ExportError(f"activations of {channels} channels, which are not a multiple of their groups of {size}")
+        raise ExportError(f"activations of {channels} channels, which are not a multiple of the group size {size}")
     local = kind.unit is not None and size == 16 and fmt == FP4_E2M1
     if kind.is_8_bit and not (local or (kind.rule and size == 32 and not fmt.is_integer)):
         raise ExportError(
-            f"activations with scales in {kind}; it holds float32, fp8_e4m3_calibrated for {FP4_E2M1} in groups of 16, "
-            "or E8M0 for small floats in groups of 32"
+            f"activations with scales in {kind}; compressed-tensors supports float32, fp8_e4m3_calibrated for "
+            f"{FP4_E2M1} in groups of 16, or E8M0 for small floats in groups of 32"
         )
     if activation.ratio != 1:
-        raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
+        raise ExportError("activations that use part of the range measured at run time; drop the observer Adjusted")
     zero = activation.zero_point
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
     per = "group" if size else "token" if activation.per_token else "tensor"
@@ -432,18 +433,21 @@ def _block_weights(layer: Layer, weights: dict[str, Any]) -> tuple[dict[str, Any
     """Return the weight arguments and the name of the layout for 4-, 6-, or 8-bit floats in groups."""
     weight = layer.weight
     if not layer.is_linear:
-        raise ExportError(f"{weight.format} in groups, which it holds for linear layers; exclude it")
+        raise ExportError(
+            f"compressed-tensors supports {weight.format} in groups only for linear layers; exclude this layer"
+        )
     if group_size(weight) == 16 and weight.format == FP4_E2M1:
         form, strategy, scales = _NVFP4, "tensor_group", torch.float8_e4m3fn
     elif group_size(weight) == 32 and str(weight.format) in _MICROSCALING:
         form, strategy, scales = _MICROSCALING[str(weight.format)], "group", torch.uint8
     else:
         raise ExportError(
-            f"{weight.format} in groups of {group_size(weight)}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
-            "fp8_e4m3 in groups of 32, and fp8_e4m3 in square blocks (group_rows=) of linear layers but experts"
+            f"{weight.format} in groups of {group_size(weight)}; compressed-tensors supports fp4_e2m1 in groups of 16 "
+            "or 32, fp6_e2m3 and fp8_e4m3 in groups of 32, and fp8_e4m3 in square blocks (group_rows=) of linear "
+            "layers except experts"
         )
     if layer.stack and form in (_NVFP4, _MXFP8):
-        raise ExportError(f"experts in {form}, which transformers reads wrongly; leave them in float, or use MXFP4")
+        raise ExportError(f"transformers reads experts in {form} incorrectly; leave them in float, or use MXFP4")
     return weights | {"strategy": strategy, "scale_dtype": str(scales)}, form
 
 

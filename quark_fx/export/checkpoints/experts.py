@@ -56,10 +56,12 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
         return {}
     if stored.axis != 2 or scale.shape[:2] != codes.shape[:2]:
         raise ExportError(
-            "a stack whose scales are not per channel or in groups of inputs; set granularity='channel' or 'group'"
+            "the scales of this stack are not per channel or group of inputs; set granularity='channel' or 'group'"
         )
     if not _moves_rows(model, name, codes):
-        raise ExportError("transformers changes this stack when saving in a way that its codes cannot follow")
+        raise ExportError(
+            "transformers changes this stack when saving in a way that would break its codes; leave the stack in float"
+        )
     parts, scales, zero_points = (taken_apart(model, name, t) for t in (codes, scale, zero_point.expand_as(scale)))
 
     def part(key: str) -> QuantizedTensor:

@@ -16,7 +16,7 @@ from quark_fx.numbers.scales import ScaleFormat
 _BLOCK, _SUPER = 32, 256
 """Number of inputs in a block with one level of scales, and in a block with two levels."""
 
-_HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types of quark_fx.gguf_types"
+_HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types in quark_fx.gguf_types"
 
 
 def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
@@ -46,7 +46,7 @@ def type_of(weight: QuantizedTensor) -> str:
             f"multiple of {_BLOCK} and divides the inputs"
         )
     if kind in _TWO_LEVELS and inputs % _SUPER:
-        raise ExportError(f"{kind} has blocks of {_SUPER} inputs, which do not divide {inputs}; {_SMALLER[kind]}")
+        raise ExportError(f"{inputs} inputs are not a multiple of {_SUPER}, the block of {kind}; {_SMALLER[kind]}")
     return kind
 
 
@@ -62,7 +62,7 @@ def blocks_of(weight: QuantizedTensor, kind: str) -> Tensor:
         return _K_BLOCKS[kind](weight, *_levels(weight, _TWO_LEVELS[kind]))
     except ValueError as error:
         raise ExportError(
-            f"{kind} cannot hold {weight.format} with these scales: {error}; use a type of gguf_types"
+            f"{kind} cannot store {weight.format} with these scales: {error}; use a type from quark_fx.gguf_types"
         ) from error
 
 
@@ -99,7 +99,7 @@ def _kind(weight: QuantizedTensor, group: int) -> str:
             if kind_name.endswith("K") and group != _BLOCK:
                 kind_name = None
     if kind_name is None:
-        raise ExportError(f"GGUF holds {_HELD}, not {fmt} in groups of {group}")
+        raise ExportError(f"GGUF supports {_HELD}, not {fmt} in groups of {group}")
     return kind_name
 
 

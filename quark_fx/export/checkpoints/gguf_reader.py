@@ -171,7 +171,7 @@ class Reader:
         """
         stems = [ours for ours, theirs in self.names.items() if theirs == name]
         if not stems:
-            raise ExportError("the architecture lacks a tensor of that name in GGUF")
+            raise ExportError("GGUF has no name for this tensor in this architecture; use export.huggingface")
         places = [place for stem in stems if (place := self._place(stem, tuple(shape), len(stems))) is not None]
         rows = torch.cat([place.rows for place in places]) if places else torch.empty(0, dtype=torch.int64)
         width = places[0].width if places else 1
@@ -251,8 +251,8 @@ class Reader:
             missing.append(" or ".join(_EPSILONS))
         if missing:
             raise ExportError(
-                f"llama.cpp needs keys that its configuration gives no values for: {', '.join(missing)} of "
-                f"{self.architecture}; choose a checkpoint"
+                f"llama.cpp needs values for {', '.join(missing)} of {self.architecture}, but the configuration does "
+                "not give them; use export.huggingface"
             )
 
     def _require_alike(self, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
@@ -267,7 +267,7 @@ class Reader:
         ]
         if differ:
             raise ExportError(
-                f"GGUF has no keys for some fields of {self.architecture}, and its readers assume other values: "
+                f"GGUF cannot store some fields of {self.architecture}, and its readers assume other values: "
                 f"{', '.join(differ)}; use export.huggingface instead"
             )
 

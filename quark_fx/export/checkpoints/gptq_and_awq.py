@@ -37,13 +37,15 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
     def check(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
         if not isinstance(layer.module, nn.Linear) or not weight.format.is_integer or weight.format.bits not in bits:
-            raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
+            raise ExportError(
+                f"{form} supports only {' or '.join(map(str, bits))}-bit integers in linear layers, and no experts"
+            )
         if layer.input is not None:
-            raise ExportError(f"{form} has no place for quantized activations; quantize with input=None")
+            raise ExportError(f"{form} cannot store quantized activations; quantize with input=None")
         if (weight.format.bits, row_or_group(weight, groups)) != common:
             size = "all inputs" if common[1] == -1 else common[1]
             raise ExportError(
-                f"{form} holds one bit width and one group size for all layers, here {common[0]} and {size}; give this "
+                f"{form} needs one bit width and one group size for all layers, here {common[0]} and {size}; give this "
                 "layer the same bit width, and all layers a group_size that divides their inputs"
             )
         return {}
@@ -66,9 +68,11 @@ def gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
         codes, zeros = unsigned(weight)
         outputs, inputs = codes.shape
         if inputs * bits % 32 or outputs * bits % 32:
-            raise ExportError(f"{outputs} outputs or {inputs} inputs of {bits} bits do not fill 32-bit words")
+            raise ExportError(
+                f"{outputs} outputs or {inputs} inputs of {bits} bits do not fill 32-bit words; exclude this layer"
+            )
         if version == 1 and bool((zeros == 0).any()):
-            raise ExportError("a zero point at the smallest code, which version 1 cannot hold; use format='gptq_v2'")
+            raise ExportError("a zero point is the smallest code, which version 1 cannot store; use format='gptq_v2'")
         size = group_size(weight) or inputs
         return {
             "qweight": pack_columns(codes.t(), bits),
@@ -107,7 +111,7 @@ def awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     def write(layer: Layer) -> dict[str, Tensor]:
         codes, zeros = unsigned(layer.weight)
         if len(codes) % 8:
-            raise ExportError(f"{len(codes)} outputs are not a multiple of 8")
+            raise ExportError(f"{len(codes)} outputs are not a multiple of 8, as AWQ needs; exclude this layer")
         return {
             "qweight": pack_awq(codes.t()),
             "qzeros": pack_awq(zeros.t()),

@@ -54,7 +54,7 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         vllm/model_executor/layers/quantization/modelopt.py of vLLM 0.32.
     """
     if checkpoint.rotations:
-        raise unholdable([f"{path}: ModelOpt has no place for a rotation at run time" for path in checkpoint.rotations])
+        raise unholdable([f"{path}: ModelOpt cannot store a rotation at run time" for path in checkpoint.rotations])
     schemes, chosen = Schemes(checkpoint.layers), dict[str, None]()
 
     def write(layer: Layer) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         chosen[_algorithm(layer, scheme)] = None
         first, *rest = chosen
         if rest:
-            raise ExportError(f"{rest[-1]} next to {first}; a checkpoint has one algorithm for all layers")
+            raise ExportError(f"{rest[-1]} next to {first}; ModelOpt needs the same algorithm in all layers")
         require_read(layer.name, checkpoint.left)
         tensors, strategy = parts(layer, scheme), scheme["weights"]["strategy"]
         if strategy == "block":
@@ -95,12 +95,13 @@ def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
     if not algorithm or other or blocks != [_BLOCK, _BLOCK] or (algorithm == "FP8" and inputs.get("dynamic")):
         algorithms = ", ".join(_ALGORITHMS.values())
         raise ExportError(
-            f"{' '.join(filter(None, key))}; ModelOpt's layout holds {algorithms} of linear layers but experts, as the "
-            "presets fp8_dynamic, fp8_block, nvfp4, nvfp4_weight_only, and mxfp8_e4m3 make them"
+            f"{' '.join(filter(None, key))}; the ModelOpt layout supports {algorithms} in linear layers, but not in "
+            "experts; use a preset: fp8_dynamic, fp8_block, nvfp4, nvfp4_weight_only, or mxfp8_e4m3"
         )
     if algorithm == "FP8_PB_WO" and any(size % _BLOCK for size in layer.weight.codes.shape):
         raise ExportError(
-            f"blocks at the edge of {tuple(layer.weight.codes.shape)}; vLLM reads only whole blocks; exclude this layer"
+            f"the shape {tuple(layer.weight.codes.shape)} is not a multiple of {_BLOCK}, and vLLM reads only whole "
+            "blocks; exclude this layer"
         )
     return algorithm
 
@@ -109,7 +110,7 @@ def require_read(name: str, left: list[str]) -> None:
     """Raise `ExportError` if vLLM would leave a quantized layer in float, because of its name."""
     if shadow := next((other for other in (*left, *_IN_FLOAT) if other != name and other in name), ""):
         raise ExportError(
-            f"vLLM leaves layers in float whose names contain {shadow!r}; exclude this layer, or use "
+            f"vLLM keeps layers whose names contain {shadow!r} in float; exclude this layer, or use "
             "format='compressed-tensors'"
         )
 

@@ -29,7 +29,7 @@ def require_reader(model: nn.Module) -> None:
     name = kind.__name__
     if hasattr(model, "merge_and_unload"):
         raise ExportError(
-            f"{name} has adapters, for which a checkpoint has no place; quantize the model that "
+            f"{name} has adapters, which a checkpoint cannot store; quantize the model that "
             "model.merge_and_unload() returns"
         )
     transformers = importlib.import_module("transformers")
@@ -45,7 +45,7 @@ def require_reader(model: nn.Module) -> None:
     registered = [kinds for mapping in mappings for kinds in getattr(mapping, "_extra_content", {}).values()]
     if not any(kind is one or (isinstance(one, tuple) and kind in one) for one in registered):
         raise ExportError(
-            f"readers of a checkpoint do not find the class {kind.__module__}.{name}; register it "
+            f"readers of a checkpoint cannot find the class {kind.__module__}.{name}; register it "
             f"(AutoModelForCausalLM.register({type(model.config).__name__}, {name}, exist_ok=True), or "
             f"{name}.register_for_auto_class), or use qmodel.save(directory)"
         )
@@ -68,7 +68,7 @@ def require_plain(model: Any) -> None:
         raise ExportError(
             f"readers of a checkpoint build {name} from config.json, and this model differs:\n  "
             + "\n  ".join(differences[:_LISTED])
-            + f"{more}\nUndo that and quantize again (merge adapters: model.merge_and_unload(); change the "
+            + f"{more}\nUndo these changes and quantize again (merge adapters: model.merge_and_unload(); change the "
             "configuration instead of a module), or use qmodel.save or export.onnx, which store its computation"
         )
 

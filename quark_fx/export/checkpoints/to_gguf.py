@@ -84,7 +84,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     checkpoint = take_apart(qmodel, model)
     require_weights_alone(checkpoint, "GGUF")
     if names := sorted(checkpoint.unread):
-        warn(f"GGUF has no place for {len(names)} tensors in the source that the class does not read: {some_of(names)}")
+        warn(f"the GGUF file omits {len(names)} tensors of the source that the class does not read: {some_of(names)}")
     reader = Reader.of(checkpoint.shell, package)
     tensors, errors = _tensors(checkpoint, reader, package)
     if errors:
@@ -180,7 +180,7 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
                 tensors += _floats(name, checkpoint.tensors[name], reader, package)
             elif name in layers:
                 if layers[name].input is not None:
-                    raise ExportError("GGUF has no place for quantized activations; quantize with input=None")
+                    raise ExportError("GGUF cannot store quantized activations; quantize with input=None")
                 tensors += _quantized(name, layers[name].matrix, None, reader, package)
             else:
                 shape = tuple(checkpoint.shell.get_parameter(name).shape)
@@ -226,7 +226,7 @@ def _quantized(
     del matrix  # it is computed again for writing
     for place in places:
         if place.width != inputs or place.shape[-1] != inputs:
-            raise ExportError("readers of GGUF take its rows apart, and blocks lie in rows; leave it in float")
+            raise ExportError("GGUF readers split the rows of this tensor, and so its blocks; leave it in float")
         number = package.GGMLQuantizationType[kind]
         stored = tuple(package.quant_shape_to_byte_shape(place.shape, number))
         yield Stored(name, place, number, stored, partial(_block_rows, make, place, kind))
@@ -274,7 +274,9 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
         special = package.SpecialVocab(folder, load_merges=True, n_vocab=size)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not special.merges or "ByteLevel" not in str(getattr(backend, "pre_tokenizer", "")):
-        raise ExportError(f"{type(tokenizer).__name__} has no merges of byte pairs; pass tokenizer=None")
+        raise ExportError(
+            f"{type(tokenizer).__name__} is not a byte-level BPE tokenizer, as GGUF export needs; pass tokenizer=None"
+        )
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     control = set(tokenizer.all_special_ids)
     kinds = package.TokenType
@@ -282,7 +284,7 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
     writer.add_tokenizer_pre("default")
     warn(
         'tokenizer.ggml.pre is written as "default", and llama.cpp may split text differently from '
-        f"{type(tokenizer).__name__}; compare the token ids of a few texts, and set another with "
+        f"{type(tokenizer).__name__}; compare the token ids of a few texts, and set another pre-tokenizer with "
         "gguf-new-metadata --pre-tokenizer"
     )
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(size)])

@@ -92,7 +92,7 @@ def huggingface(
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():
-        raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
+        raise ExportError(f"{directory} holds a model from qmodel.save, under the same names; choose another directory")
     try:
         require_no_weights(directory)
     except CheckpointError as error:
@@ -123,7 +123,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
         raise ExportError(str(error)) from error
     target = qmodel.config.target
     if refused := target.checkpoints.refuses(format, shell.config.quantization_config, checkpoint.left_experts):
-        raise ExportError(f"target={str(target)!r} reads no {refused}")
+        raise ExportError(f"target={str(target)!r} does not support {refused}")
     apart = {layer.name for layer in checkpoint.layers if layer.stack}  # these already have their names in checkpoints
     whole = set(checkpoint.stacks) if format == _DEFAULT and target.checkpoints.stacks else set()
     every = checkpoint.tensors | stored
@@ -137,7 +137,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
     try:
         tensors |= {name: read() for name, read in checkpoint.unread.items() if name not in tensors}
     except CheckpointError as error:
-        raise ExportError(f"{error}; the export copies tensors of the checkpoint that the model came from") from error
+        raise ExportError(f"{error}; the export copies tensors from the model's source checkpoint") from error
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)
     if generation is not None:
@@ -177,18 +177,18 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
             why = f"{type(error).__name__}: {error}{_reader(error)}"
         else:
             missing = sorted(info["missing_keys"])
-            why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
+            why = f"it cannot find the tensors {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
     parametrized = [
         f"{path}.{leaf}" for path, module in shell.named_modules() for leaf in sorted(computed_leaves(module))
     ]
-    remedy = f"the class has to construct {', '.join([*computed][:3])} without parametrizations; or " * bool(computed)
+    remedy = f"change the class to build {', '.join([*computed][:3])} without parametrizations; or " * bool(computed)
     remedy += f"remove the parametrizations of {', '.join(parametrized[:3])} before quantizing; or " * bool(
         parametrized
     )
     if why:
         raise ExportError(
             f"transformers cannot load {type(shell).__name__} from a {_DEFAULT} checkpoint: {why}; {remedy}leave these "
-            "layers in float (exclude=; all experts or none), choose another format, or use qmodel.save(directory)"
+            "layers in float (exclude=, with all experts or none), choose another format, or use qmodel.save(directory)"
         )
 
 

@@ -173,7 +173,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         raise ExportError(str(error)) from error
     if branched := sorted(correspondence.rounding.branches):
         raise ExportError(
-            "checkpoints have no place for the branches in float that LowRank adds to "
+            "checkpoints cannot store the float branches that LowRank adds to "
             f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
@@ -199,7 +199,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     if computed:
         shown = [f"{name} for {', '.join(sources)}" for name, sources in computed.items()]
         warn(
-            f"the checkpoint stores computed weights, not their sources: {some_of(shown)}; it loads into "
+            f"the checkpoint stores computed weights, not their sources: {some_of(shown)}; load it into "
             "the class without these parametrizations"
         )
     left_out = {name for sources in computed.values() for name in sources}
@@ -236,8 +236,8 @@ def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tens
     unread = sorted(stored - saved - state.keys())
     if unread and saved <= stored:  # otherwise, the file names the tensors differently
         warn(
-            f"{directory} holds {len(unread)} tensors that {type(shell).__name__} does not read, and the output will "
-            f"not have them: {some_of(unread)}; to keep them in a checkpoint, pass the directory itself to quantize"
+            f"{directory} holds {len(unread)} tensors that {type(shell).__name__} does not read, so the output will "
+            f"not contain them: {some_of(unread)}; to keep them in a checkpoint, pass the directory itself to quantize"
         )
     return {}
 
@@ -286,7 +286,7 @@ def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> l
 def require_tokenizer(tokenizer: object) -> None:
     """Raise `ExportError` unless the argument is a tokenizer of transformers or `None`."""
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
+        raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer from transformers")
 
 
 def _head(model: Any) -> str:
@@ -296,9 +296,9 @@ def _head(model: Any) -> str:
 
 def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
     """Raise `ExportError` if keys or values are rounded or activations are rotated, which `form` does not support."""
-    errors = [f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches]
+    errors = [f"{path}: {form} cannot store quantized keys and values" for path in checkpoint.caches]
     errors += [
-        f"{path}: {form} has no place for a matrix that rotates its input; use format='compressed-tensors'"
+        f"{path}: {form} cannot store the matrix that rotates its input; use format='compressed-tensors'"
         for path in checkpoint.rotations
     ]
     if errors:
@@ -351,16 +351,16 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
                 isinstance(m, nn.MultiheadAttention) for m in (module, model.get_submodule(path.rpartition(".")[0]))
             ):
                 raise ExportError(
-                    "nn.MultiheadAttention multiplies by this parameter itself, which has to stay in float"
+                    "nn.MultiheadAttention uses this parameter directly, so the parameter has to stay in float"
                 )
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             shape = tuple(constant.tensor.shape)
             if len(shape) > 2:
                 what = "the kernel of a convolution" if "Conv" in type(module).__name__ else "a stack"
-                raise ExportError(f"{what} {shape} that transformers does not take apart; leave it in float")
+                raise ExportError(f"{what} {shape} that transformers does not split into matrices; leave it in float")
             if leaf != "weight" or not simple:
                 raise ExportError(
-                    "checkpoints hold only weights of nn.Linear and nn.Embedding with one input, and this is the "
+                    "checkpoints store only weights of nn.Linear and nn.Embedding with one input, but this is the "
                     f"parameter {leaf}, shape {shape}, in {type(module).__name__}; leave it in float"
                 )
             matrix_of(constant)  # raises now if the weight is unsupported
@@ -373,7 +373,7 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
                 path if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else name.removesuffix(".weight")
             )
     errors += [
-        f"{p}: its activation is quantized and its weight is not"
+        f"{p}: its activation is quantized, but its weight is not"
         for p, activation in correspondence.rounding.inputs.items()
         if activation.rounds and p not in paths
     ]
@@ -391,7 +391,7 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
                 "weight: torch.nn.utils.parametrize.remove_parametrizations, or merge the adapter"
             )
         errors.append(f"{p or 'the model'}: {why}")
-    errors += [f"{p}: it is folded into its neighbor" for p in correspondence.identities]
+    errors += [f"{p}: a pass folded it into its neighbor" for p in correspondence.identities]
     errors += [
         f"{p}: fold_batch_norm gave it a factor or offset that the model's code applies; quantize without that pass"
         for p, _, _ in correspondence.maps
@@ -409,14 +409,14 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
     return layers
 
 
-_UNROTATED = f"{UNROTATED}, or leave it out of that pass (only=)"
+_UNROTATED = f"{UNROTATED}, or exclude this layer from the pass (only=)"
 
 
 def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated | None, *, is_head: bool) -> str:
     """Return the reason why a checkpoint does not support the rotations or scales of a module's input, or ""."""
     rotations = [factor for factor in activation.factors if factor.by_rows]
     if len(activation.factors) > len(rotations):
-        return "a pass multiplies its input; quantize without explicit=True of that pass"
+        return "a pass multiplies its input; quantize without explicit=True in that pass"
     if unrotated is None:
         return (
             f"a pass rotates its input at run time; {UNROTATED}, or quantize for target='vllm' and "

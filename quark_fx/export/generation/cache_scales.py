@@ -63,7 +63,7 @@ class CacheScales:
         if not largest:
             raise CalibrationError("measuring the cache needs batches; pass at least one")
         if bad := [name for name, value in largest.items() if not value.isfinite().all()]:
-            raise CalibrationError(f"values that are not finite in {', '.join(bad)}")
+            raise CalibrationError(f"the cache has NaN or infinite values in {', '.join(bad)}; check the batches")
         return cls({name: torch.where(value > 0, value, 127.0) / 127 for name, value in largest.items()})
 
     @classmethod
@@ -93,7 +93,7 @@ class CacheScales:
                     raise ExportError(f"{path} has no layer_idx, so its cache has no name; use CacheScales.measure")
                 scales[f"layers.{layer}.{name}"] = entering.scale.expand(-1, -1, -1, channels or -1)
         if not scales:
-            raise ExportError("the model rounds no keys and values; set kv_cache, or use CacheScales.measure")
+            raise ExportError("the model does not round keys and values; set kv_cache, or use CacheScales.measure")
         return cls(scales)
 
     @classmethod

@@ -51,12 +51,12 @@ def name_cache(graph: ir.Graph) -> int:
             unknown.append(value.name)
     layers = sorted({layer for _, layer in pairs})
     halves = [("input", layer) for layer in layers] + [("output", layer) for layer in layers]
-    odd = [f"layer {n}" for side, n in halves if n in cut or not _one_size(pairs.get((side, n), {}))]
+    odd = [f"another cache in layer {n}" for side, n in halves if n in cut or not _one_size(pairs.get((side, n), {}))]
     if unknown or odd or not layers:
         what = ", ".join([*map(str, unknown), *dict.fromkeys(odd)]) or "no cache"
         raise ExportError(
-            f"GenAI generates with tokens and with keys and values of one size for each layer; this model has {what}; "
-            "use GenerationQuantizer and generator"
+            f"GenAI needs tokens and, in each layer, keys and values of one size; this model has {what}; "
+            "use GenerationQuantizer and generator instead"
         )
     for (side, layer), pair in pairs.items():
         for kind, value in pair.items():
@@ -161,7 +161,7 @@ def require_context_length(model: Any) -> int:
     length = context_length(model.config)
     if length is None:
         raise ExportError(
-            f"the configuration of {type(model).__name__} does not say how many tokens it reads; set "
+            f"the configuration of {type(model).__name__} does not give a context length; set "
             "model.config.max_position_embeddings"
         )
     return length

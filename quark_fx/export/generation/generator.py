@@ -38,12 +38,12 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
     if missing := {"prefill", "decode"} - exported.components.keys():
         raise ExportError(
             f"this export has no {' and '.join(sorted(missing))} graph, only {', '.join(exported.components)}; "
-            "use export_for_generation of a model that reads tokens"
+            "use export_for_generation with a model that reads tokens"
         )
     architecture = exported.components["decode"].metadata.architecture
     base: Any = getattr(transformers, architecture, None)
     if base is None:
-        raise ExportError(f"transformers has no {architecture}: run the graphs of `exported.runners` yourself")
+        raise ExportError(f"transformers has no class {architecture}: run the graphs of `exported.runners` yourself")
     exported.to("cpu", session_options=_options(exported, threads))
     _require_whole_cache(exported)
 
@@ -80,7 +80,7 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
         raise ExportError("these graphs read tokens; pass input_ids")
     if past and tokens.shape[1] > 1 and shapes["input_ids"][1] == 1:
         raise ExportError(
-            f"this decode graph reads one token at a time, and {tokens.shape[1]} follow a cache; export with "
+            f"this decode graph reads one token at a time, but got {tokens.shape[1]} after a cache; export with "
             "export_for_generation(..., multi_token_decode=True)"
         )
     if mask is not None and "attention_mask" not in shapes and not mask.all():

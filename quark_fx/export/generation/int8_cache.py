@@ -27,7 +27,9 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
     """
     taken, returned = cache_of(model.graph.inputs), cache_of(model.graph.outputs)
     if unknown := sorted((taken.keys() | returned.keys()) ^ cache.scales.keys()):
-        raise ExportError(f"the graph and the measured cache differ in {', '.join(unknown)}; measure this model's")
+        raise ExportError(
+            f"the graph and the measured cache differ in {', '.join(unknown)}; measure the cache of this model"
+        )
     for name, output in returned.items():
         scale = add_array(model, f"{name}_scale", cache.scales[name].numpy(force=True).astype(np.float32))
         if output.dtype != ir.DataType.FLOAT:
@@ -38,14 +40,14 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
             _return_codes(model, output, scale)
         elif node is None or {use.node for use in past.uses() if use.node.op_type != "Shape"} != {node}:
             raise ExportError(
-                f"the graph does more with {name} than append to it, so it cannot be int8; export without cache="
+                f"the graph does more with {name} than append to it, so {name} cannot be int8; export without cache="
             )
         elif node.op_type == "GroupQueryAttention":
             _attend_to_codes(node, past, output, scale)
         elif node.op_type == "Concat" and len(node.inputs) == 2 and node.inputs[0] is past and _appends(node):
             _append_codes(node, past, output, scale)
         else:
-            raise ExportError(f"{name} is made by {node.op_type}; an int8 cache is for caches that grow")
+            raise ExportError(f"{name} comes from {node.op_type}, but an int8 cache has to grow; export without cache=")
     return len(returned)
 
 

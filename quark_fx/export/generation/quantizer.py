@@ -99,7 +99,7 @@ class GenerationQuantizer:
         if self.cache is not None:
             use_int8_cache(model, self.cache)
         for part in parts:
-            logger.info("%s (%s) stays in pairs: %s", part.name, part.operator, part.reason)
+            logger.info("%s (%s) keeps its QDQ pairs: %s", part.name, part.operator, part.reason)
         opset = model.opset_imports[""]
         require_types(model, opset)
         model.ir_version = ir_version(opset)
@@ -109,7 +109,7 @@ class GenerationQuantizer:
         from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, find_format
 
         if self.format in FORMATS and FORMATS[self.format].standard is not None:
-            raise ExportError(f"ONNX Runtime has no kernels for format={self.format!r}; choose another")
+            raise ExportError(f"ONNX Runtime has no kernels for format={self.format!r}; choose another format")
         return find_format(self.format, FormatOptions(accuracy_level=self.accuracy_level), ONNX)
 
 
@@ -122,7 +122,7 @@ def _hook_into_transformers() -> None:
         from transformers.exporters.utils import register_patch
     except ImportError as error:
         raise ExportError(
-            f"generation needs onnx_ir, and a transformers whose exporters take quantizers ({error}): "
+            f"generation needs onnx_ir, and a transformers version whose exporters support quantizers ({error}): "
             "pip install -U 'quark_fx[onnx,hf]'"
         ) from error
     ExportQuantizer.register(GenerationQuantizer)

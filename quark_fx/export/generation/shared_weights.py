@@ -42,7 +42,7 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
         manifest = read_json(folder / "export.json", _MANIFEST_LIMIT)
         paths = [folder / _plain_name(entry["file"]) for entry in manifest["components"].values()]
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ExportError(f"{folder} holds no export of transformers: {error}") from error
+        raise ExportError(f"{folder} does not hold an export from transformers: {error}") from error
     if len(set(paths)) < len(paths):
         raise ExportError(f"{folder / 'export.json'} names a graph twice")
     if any(path.suffix != ".onnx" for path in paths):
@@ -51,7 +51,7 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
     require_regular(*paths, *data)
     for path in (*paths, *data):
         if path.is_symlink():
-            raise ExportError(f"{path} is a link to another file; copy the file it leads to in its place")
+            raise ExportError(f"{path} is a link to another file; replace the link with a copy of that file")
     models = [_loaded(path, {file.name for file in data}) for path in paths]
     places: Places = {}
     saved = 0
@@ -72,7 +72,7 @@ def _plain_name(name: object) -> str:
         ValueError: If it is not a string, or it is a path that may point outside of the folder.
     """
     if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name or "\0" in name:
-        raise ValueError(f"{brief(name)} is not a file in its folder")
+        raise ValueError(f"{brief(name)} is not the name of a file in this folder")
     return name
 
 
@@ -101,7 +101,9 @@ def _loaded(path: Path, data_files: set[str]) -> ir.Model:
         start, length = tensor.offset or 0, tensor.length
         end = start + (tensor.nbytes if length is None else length)
         if start < 0 or end < start or end > sizes[str(tensor.location)] or length not in (None, tensor.nbytes):
-            raise ExportError(f"{path} reads its tensor {brief(tensor.name)} from beyond the end of {tensor.location}")
+            raise ExportError(
+                f"{path} reads its tensor {brief(tensor.name)} from beyond the end of {tensor.location}; export again"
+            )
     return model
 
 
@@ -119,7 +121,7 @@ def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
     inner = [value.name for graph in model.graph.subgraphs() for value in graph.initializers.values()]
     if inner:
         raise ExportError(
-            f"{path} holds tensors in inner graphs ({inner[0]}), which cannot be shared; leave it as it is"
+            f"{path} holds tensors in subgraphs ({inner[0]}), which cannot be shared; keep this export as it is"
         )
     shared, values = 0, []
     for value in model.graph.initializers.values():

@@ -69,7 +69,7 @@ def genai(
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():
-        raise ExportError(f"{directory} holds a model that qmodel.save wrote; choose another one")
+        raise ExportError(f"{directory} holds a model from qmodel.save; choose another directory")
     require_tokenizer(tokenizer)
     quantizer = GenerationQuantizer(format, accuracy_level, cache)
     require_no_hooks(qmodel, model)
@@ -96,15 +96,17 @@ def require_generator(model: nn.Module) -> None:
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ExportError(f"{name} is not a decoder-only language model; use export.onnx")
     if is_multimodal(model):
-        raise ExportError(f"{name} reads more than tokens; use GenerationQuantizer, which writes a graph for each part")
+        raise ExportError(
+            f"{name} has inputs other than tokens; use GenerationQuantizer, which writes a graph for each part"
+        )
     require_context_length(model)
     if token_of(model, "eos_token_id") is None:
-        raise ExportError(f"{name} has no eos_token_id, which GenAI needs to end; set it in model.generation_config")
+        raise ExportError(f"{name} has no eos_token_id, which GenAI needs to stop; set it in model.generation_config")
     try:
         layers = DynamicCache(config=model.config).layers
     except (KeyError, AttributeError, ValueError) as error:
         raise ExportError(
-            f"transformers does not tell which cache {name} uses ({error!r}); use GenerationQuantizer and generator"
+            f"transformers cannot tell which cache {name} uses ({error!r}); use GenerationQuantizer and generator"
         ) from error
     # The exporters trace sliding-window layers as layers that keep all tokens; the mask has the window.
     supported = (DynamicLayer, DynamicSlidingWindowLayer)

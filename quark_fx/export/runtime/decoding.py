@@ -110,7 +110,7 @@ def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:
     except ExportError:
         raise
     except Exception as error:  # transformers, onnx_ir, and ONNX Runtime raise various errors for files
-        raise ExportError(f"{path} cannot be loaded: {error}; export it again, like docs/generation.md") from error
+        raise ExportError(f"{path} cannot be loaded: {error}; export it again, as in docs/generation.md") from error
 
 
 def _of_transformers(path: Path) -> _Folder:
@@ -119,7 +119,7 @@ def _of_transformers(path: Path) -> _Folder:
         from transformers.exporters import ExportedModel  # pyright: ignore[reportPrivateImportUsage]
     except ImportError as error:
         raise ExportError(
-            f"decoding needs transformers with exporters ({error}): pip install -U 'quark_fx[onnx,hf]'"
+            f"decoding needs a transformers version with exporters ({error}): pip install -U 'quark_fx[onnx,hf]'"
         ) from error
     exported = ExportedModel.from_pretrained(path)
     model = generator(exported)
@@ -139,7 +139,7 @@ def _of_genai(path: Path) -> _Folder:
 
     decoder = read_json(path / CONFIG, _LIMIT)["model"]["decoder"]
     if decoder["filename"] != GRAPH:
-        raise ExportError(f"{path / CONFIG} names another graph than {GRAPH}; write it with qfx.export.genai")
+        raise ExportError(f"{path / CONFIG} names a graph other than {GRAPH}; export it again with qfx.export.genai")
     optimize = "graph_optimization_level" not in decoder["session_options"]
     session = open_session(path / GRAPH, optimize=optimize)
     past, present = (
@@ -188,7 +188,7 @@ def _in_torch(model: nn.Module, config: Any) -> nn.Module:
             ) from error
     if not callable(getattr(model, "generate", None)):
         raise ExportError(
-            f"a {type(model).__name__} does not generate; give the exported transformers model, or the result "
+            f"a {type(model).__name__} has no generate method; pass the exported transformers model, or the result "
             "of quantize()"
         )
     if model.training:
@@ -216,7 +216,7 @@ def _prompt(batch: Any, number: int) -> dict[str, Tensor]:
     }
     tokens = prompt.get("input_ids")
     if tokens is None or tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
-        raise ExportError(f"batch {number} lacks prompts: pass input_ids of shape (batch, tokens)")
+        raise ExportError(f"batch {number} has no prompts: pass input_ids of shape (batch, tokens)")
     # Without a mask, `generate` treats every token equal to the padding token as padding.
     return {"attention_mask": torch.ones_like(tokens)} | prompt
 
@@ -271,8 +271,8 @@ def _named(number: int, where: str, steps: int, tokens: int) -> Iterator[None]:
         raise
     except Exception as error:  # models, transformers, and ONNX Runtime raise various errors for inputs
         raise ExportError(
-            f"batch {number}: {where} does not decode {steps} steps after {tokens} tokens: {error}; give it prompts "
-            "that the model takes, or lower decode_steps"
+            f"batch {number}: {where} does not decode {steps} steps after {tokens} tokens: {error}; pass prompts "
+            "that the model accepts, or lower decode_steps"
         ) from error
 
 

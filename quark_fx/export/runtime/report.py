@@ -155,7 +155,7 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotR
     original = ir.load(path)
     if not unloaded and (vendor := vendor_formats(original)):
         raise ExportError(
-            f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools report their support"
+            f"ONNX Runtime has no kernels for {', '.join(vendor)}; use the vendor's tools to check support"
         )
     nodes, conversions = ((), 0) if unloaded else _optimized(path, original, None)
     size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
@@ -322,17 +322,17 @@ def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
 
 def _reason(node: ir.Node) -> str:
     if node.op_type not in _HAVE_INTEGER_KERNELS:
-        return f"there is no integer {node.op_type}"
+        return f"ONNX Runtime has no integer {node.op_type}"
     read = [value for value in node.inputs if value is not None and (value.dtype is None or not _is_index(value))]
     dequantized = [_dequantizer(value) for value in read]
     if not any(dequantized):
-        return "nothing it reads is quantized"
+        return "none of its inputs is quantized"
     wide = [d.inputs[0].dtype for d in dequantized if d is not None and d.inputs[0] is not None]
     if any(not _is_eight_bit(dtype) for dtype in wide):
         types = ", ".join(sorted({str(dtype).lower() for dtype in wide if dtype is not None}))
-        return f"there is no kernel for {types or 'codes of unknown type'}"
+        return f"ONNX Runtime has no kernel for {types or 'codes of unknown type'}"
     if not all(dequantized):
-        return "not all it reads is quantized"
+        return "not all of its inputs are quantized"
     readers = [use.node.op_type for output in node.outputs for use in output.uses()]
     if not readers or any(reader != "QuantizeLinear" for reader in readers):
         return "its output is not quantized"

@@ -149,12 +149,12 @@ class FileRunner(Runner):
         values = kwargs if kwargs else dict(zip(names, leaves := pytree.tree_leaves(args), strict=False))
         if set(values) != set(names) or (not kwargs and len(leaves) != len(names)):
             passed = ", ".join(map(str, kwargs)) if kwargs else f"{len(leaves)} by position"
-            raise ExportError(f"{self.path} has the inputs {', '.join(names)}; the batch has {passed}")
+            raise ExportError(f"{self.path} has the inputs {', '.join(names)}, but the batch has {passed}")
         try:
             return self.run(values)
         except Exception as error:  # any error of the runtime
             raise ExportError(
-                f"{self.title} does not run {self.path}: {error}; pass batches of the sizes and types of its inputs"
+                f"{self.title} does not run {self.path}: {error}; pass batches with the sizes and types of its inputs"
             ) from error
 
 

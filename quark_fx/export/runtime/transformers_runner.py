@@ -49,13 +49,13 @@ class TransformersRunner(Runner):
             raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
         if path.is_file() and path.suffix != ".gguf":
             raise ExportError(
-                f"{path} is neither a directory nor a .gguf file, which transformers reads; drop runtime="
+                f"{path} is neither a directory nor a .gguf file, so transformers cannot read it; drop runtime="
             )
         if (path / GRAPH_FILE).is_file():
-            raise ExportError(f"{path} is what qmodel.save wrote, which transformers does not read; drop runtime=")
+            raise ExportError(f"{path} was written by qmodel.save, and transformers cannot read it; drop runtime=")
         if path.is_dir() and not (path / "config.json").is_file():
             raise ExportError(
-                f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file"
+                f"{path} has no config.json; pass a directory that qfx.export.huggingface wrote, or a .gguf file"
             )
         if path.is_dir():
             try:
@@ -96,7 +96,7 @@ def _require_version(config: dict[str, Any], path: Path) -> None:
             needed, installed = str(told.get("version") or "0"), version("compressed-tensors")
             if _numbers(installed) < _numbers(needed):
                 raise ExportError(
-                    f"{path} needs compressed-tensors {needed}, and {installed} is installed; run: "
+                    f"{path} needs compressed-tensors {needed}, but {installed} is installed; run: "
                     f"pip install 'compressed-tensors>={needed}'"
                 )
 
@@ -126,16 +126,16 @@ def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) 
                 said.append(f"the process was killed by signal {-done.returncode}, often because memory ran out")
             missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
             hint = [
-                "Install the package in the message; compressed-tensors and GGUF need no package for kernels."
+                "Install the package named above; compressed-tensors and GGUF do not need a package for kernels."
             ] * missing
             if "GGUF model with architecture" in "".join(said[-1:]):
                 hint.append(
-                    "transformers reads no GGUF file of this architecture, so it cannot compare: try the file in "
-                    "llama.cpp. On the command line, --no-verify skips the comparison."
+                    "transformers does not support GGUF files of this architecture, so it cannot check the file: try "
+                    "it in llama.cpp. On the command line, --no-verify skips the comparison."
                 )
             elif path.suffix == ".gguf" and not missing:
                 hint.append(
-                    "If llama.cpp is to read the file, try it there: transformers replaces some sizes by its "
+                    "If the file is for llama.cpp, try it there: transformers replaces some sizes by its "
                     "defaults, such as the size of Qwen3's heads."
                 )
             raise ExportError("\n".join([f"transformers does not load or run {path}:", *said, *hint]))

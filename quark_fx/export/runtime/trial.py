@@ -60,7 +60,7 @@ def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRu
     runtime = qmodel.config.target.onnx.runtime
     results = [_in_onnx_runtime(path, model, qmodel)]
     if not runtime:
-        results.append(NotRun(str(qmodel.config.target), "only its own runtime runs it; run the file there"))
+        results.append(NotRun(str(qmodel.config.target), "only this target's own runtime runs the file; test it there"))
     elif runtime in RUNNERS and RUNNERS[runtime] is not OnnxRuntimeRunner:
         results.append(_in_runtime(RUNNERS[runtime], path, model, qmodel))
     return tuple(reason for reason in results if reason is not None)
@@ -79,7 +79,7 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
     vendor = vendor_formats(model).keys()
     if custom := model.opset_imports.keys() - _KNOWN_DOMAINS - functions - vendor:
         operators = ", ".join(sorted(custom))
-        return NotRun(name, f"it has no kernels for the operators of {operators}; run the file where they are defined")
+        return NotRun(name, f"it has no operators of the domain {operators}; run the file in a runtime that has them")
     if reason := _too_large(model):
         return NotRun(name, reason)
     try:
@@ -93,7 +93,7 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
             + _dtype_hint(gm)
         ) from error
     if vendor:
-        return NotRun(name, f"it has no kernels for {', '.join(vendor)}; the vendor's tools report their support")
+        return NotRun(name, f"it has no kernels for {', '.join(vendor)}; use the vendor's tools to check support")
     reason = _run(runner, f"{path.name} fails in {name} {onnxruntime.__version__}", model, qmodel)
     return NotRun(name, reason, loads=True) if reason else None
 
@@ -123,7 +123,7 @@ def _too_large(model: ir.Model) -> str:
     size, free = stored_bytes(model), available()
     if free is None or _COPIES * size <= free:
         return ""
-    return f"its weights take {_COPIES} times {size >> 20} MiB to load, and {free >> 20} MiB of memory are free"
+    return f"loading its weights takes {_COPIES} times {size >> 20} MiB, but only {free >> 20} MiB of memory are free"
 
 
 def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedModel) -> str:
@@ -131,7 +131,7 @@ def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedMod
     gm = qmodel.graph_module
     sample = made_up_sample(gm) if qmodel.sample is None else qmodel.sample
     if qmodel.sample is None and not _runs_in_torch(gm, sample):
-        return "the model was loaded, and made-up inputs do not fit it; run qfx.verify with a batch"
+        return "the loaded model has no sample, and made-up inputs do not fit; run qfx.verify with a batch"
     tensors = [leaf for leaf in sample if isinstance(leaf, Tensor)]
     if any(leaf.dtype == torch.bfloat16 for leaf in tensors):
         return "its inputs are bfloat16, which numpy does not support; run it where it is deployed"
@@ -139,7 +139,7 @@ def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedMod
         runner.run_in_order(tensors)
     except Exception as error:
         if not _runs_in_torch(gm, sample):
-            return "its sample does not run in torch either; run qfx.verify with a batch"
+            return "the sample does not run in torch either; run qfx.verify with a batch"
         raise ExportError(
             f"{failure} on one sample: {error}{_where(error, model, gm)}\nReplace the operator, or exclude a layer "
             "next to it from quantization"

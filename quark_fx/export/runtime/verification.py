@@ -153,14 +153,14 @@ class Verification:
             for differences in (self.differences, self.shipped)
         )
         if as_shipped:
-            lines += ["of the file as shipped, whose kernels differ from those with codes shown:", *as_shipped]
+            lines += ["file without per-node outputs, which may run other kernels:", *as_shipped]
         if self.decode_steps:
-            first = f"the first that differs is {self.first_wrong.name}" if self.first_wrong else "none differs"
+            first = f"{self.first_wrong.name} is the first to differ" if self.first_wrong else "none differs"
             lines.append(
                 f"{self.decode_steps} decode steps after the prompts: {first} by more than a quantization step"
             )
         skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
-        skipped += ["nothing resembles the results of torch: the file may be of another model"] * self.unrelated
+        skipped += ["no output resembles the results of torch: the file may be of another model"] * self.unrelated
         left_out = [
             f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
         ]
@@ -223,7 +223,7 @@ def verify(
         raise unknown("runtime", runtime, runtimes)
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(
-            f"batches must be an iterable of batches, not one {type(batches).__name__}; wrap it in a list"
+            f"batches must be an iterable of batches, not a single {type(batches).__name__}; wrap it in a list"
         )
     if isinstance(qmodel, QATModel):
         qmodel = qmodel.convert()
@@ -274,8 +274,8 @@ def verify(
         _require_values(feed, count)
         if len(runner.inputs) != len(feed):
             raise ExportError(
-                f"{path} has {len(runner.inputs)} inputs, the model {len(feed)}: it is not this model's export; "
-                f"{_AGAIN}"
+                f"{path} has {len(runner.inputs)} inputs, but the model has {len(feed)}: it is not this model's "
+                f"export; {_AGAIN}"
             )
         _require_shapes(runner.inputs, feed, path, count)
         results = _run(runner, feed, count)
@@ -420,7 +420,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
     """Compare the logits of a folder's graphs with the logits of torch after every decode step."""
     if decode_steps < 1:
-        raise ExportError(f"decode_steps={decode_steps}: decode at least one step")
+        raise ExportError(f"decode_steps={decode_steps} must be at least 1")
     compared, moved = _Comparison({}), _Comparison({})
     first = None
     for pairs, disturbed in decoded_steps(model, path, batches, decode_steps):
@@ -456,7 +456,9 @@ def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) ->
         except Exception as error:  # any error of an operator in another model's graph
             raise ExportError(f"{path} does not run on batch {count}: {error}; {_SAVE_AGAIN}") from error
         if outputs.keys() != saved_outputs.keys():
-            raise ExportError(f"{path} has {len(saved_outputs)} outputs, the model {len(outputs)}; {_SAVE_AGAIN}")
+            raise ExportError(
+                f"{path} has {len(saved_outputs)} outputs, but the model has {len(outputs)}; {_SAVE_AGAIN}"
+            )
         for place, value in outputs.items():
             compared.add(qmodel.signature.output_names[place], value, saved_outputs[place])
         if not count:
@@ -506,7 +508,7 @@ def _saturation(path: Path, optimize: bool | None) -> str:
     if not names:
         return ""
     return (
-        f"this processor adds products of 8 bits in pairs in 16 bits (x64 without VNNI), which saturates in "
+        f"this processor (x64 without VNNI) adds pairs of 8-bit products in 16 bits, which saturates in "
         f"{len(names)} kernels: {', '.join(names[:5])}{', …' * (len(names) > 5)}; quantize with target='onnx' and "
         "int8 weights, or with uint8 weights"
     )
@@ -518,8 +520,8 @@ def _run(runner: FileRunner, feed: Sequence[Tensor], batch: int) -> dict[str, Te
         return runner.run_in_order(feed)
     except Exception as error:  # errors of the runtime
         raise ExportError(
-            f"{runner.path} does not run on batch {batch}: {error}; give it batches of the sizes and types that "
-            "the model takes, or leave the operator out that the message names"
+            f"{runner.path} does not run on batch {batch}: {error}; pass batches of the sizes and types that the "
+            "model accepts, or exclude the operator named above from quantization"
         ) from error
 
 
@@ -535,8 +537,8 @@ _EXACT_FROM_DB = 60.0
 _SPREAD_DB = 10.0
 """Margin in dB by which rounding may change an output more in the compared batches than in the runs with noise."""
 
-_AGAIN = "write it with qfx.export.onnx again"
-_SAVE_AGAIN = "it was saved from another model; save this one again"
+_AGAIN = "export it again with qfx.export.onnx"
+_SAVE_AGAIN = "it was saved from another model; save this model again"
 _NO_BATCH = "no batch to verify with; pass at least one"
 
 
@@ -545,10 +547,10 @@ def _require_file(path: str | os.PathLike[str]) -> None:
         os.stat(path)
     except (OSError, ValueError) as error:
         raise ExportError(
-            f"{os.fspath(path)!r} cannot be read: {error}; write it with qfx.export.onnx first, or huggingface or gguf"
+            f"{os.fspath(path)!r} cannot be read: {error}; export it first with qfx.export.onnx, huggingface, or gguf"
         ) from error
     if not os.path.isfile(path):
-        raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
+        raise ExportError(f"{path} is a directory or a device; pass the file that qfx.export.onnx wrote")
 
 
 def _require_output_names(
@@ -567,14 +569,17 @@ def _require_output_names(
     expected = [name for name, node in results if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)]
     if len(names) != len(expected):
         raise ExportError(
-            f"{path} has {len(names)} outputs, the model {len(expected)}: it is not this model's export; {_AGAIN}"
+            f"{path} has {len(names)} outputs, but the model has {len(expected)}: it is not this model's export; "
+            f"{_AGAIN}"
         )
     try:
         chosen = json.loads(metadata[CHOSEN_NAMES]) if CHOSEN_NAMES in metadata else expected
     except ValueError as error:
         raise ExportError(f"{path} has damaged metadata {CHOSEN_NAMES!r}; {_AGAIN}") from error
     if list(names) != chosen:
-        raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(expected)}; {_AGAIN}")
+        raise ExportError(
+            f"{path} has the outputs {', '.join(names)}, but the model has {', '.join(expected)}; {_AGAIN}"
+        )
 
 
 def _require_shapes(
@@ -588,9 +593,9 @@ def _require_shapes(
         if not fits or any(f not in (None, size) for f, size in zip(value.shape, tensor.shape, strict=True)):
             sizes = ", ".join("any" if size is None else str(size) for size in value.shape)
             raise ExportError(
-                f"batch {batch}: {path} has an input {value.name!r} of shape ({sizes}), and is given one of shape "
-                f"{tuple(tensor.shape)}: it is the export of another model, or of this one with fixed sizes; {_AGAIN}, "
-                "or give it batches of the file's sizes"
+                f"batch {batch}: {path} has an input {value.name!r} of shape ({sizes}), but the batch has shape "
+                f"{tuple(tensor.shape)}: the file is from another model, or from this one with fixed sizes; {_AGAIN}, "
+                "or pass batches of the file's sizes"
             )
 
 
@@ -598,7 +603,7 @@ def _require_values(feed: list[Tensor], batch: int) -> None:
     """Raise `ExportError` if an input is empty, or contains NaN, which a quantizer would turn into a number."""
     for position, leaf in enumerate(feed):
         if (sample := int(first_sample(leaf.isnan()))) >= 0:
-            raise ExportError(f"batch {batch}: input {position} holds NaN in sample {sample}; compare with numbers")
+            raise ExportError(f"batch {batch}: input {position} holds NaN in sample {sample}; pass batches without NaN")
         if not leaf.numel():
             shape = tuple(leaf.shape)
             raise ExportError(f"batch {batch}: input {position} is empty, shape {shape}; pass batches with values")

@@ -175,8 +175,8 @@ def _require_fused(model: ir.Model) -> None:
     unfused = [str(node.name) for node in model.graph.all_nodes() if node.op_type in ("QuantizeBlocks", "BlockScale")]
     if unfused:
         raise ExportError(
-            f"codes in blocks are read by other operators than dequantize: {', '.join(unfused)}\n"
-            "ONNX has no type for them: dequantize them first, or leave those operators in float with "
+            f"codes in blocks are read by operators other than dequantize: {', '.join(unfused)}\n"
+            "ONNX has no type for these codes: dequantize them first, or leave the operators in float with "
             "QuantConfig(exclude=...)."
         )
 

@@ -125,7 +125,7 @@ def onnx(
         raise ExportError(f"expected the result of quantize(), not {type(qmodel).__name__}")
     require_possible(path)
     if external_data is not None and not isinstance(external_data, bool):
-        raise ExportError(f"external_data is True, False or None, not {external_data!r}")
+        raise ExportError(f"external_data must be True, False or None, not {external_data!r}")
     target = qmodel.config.target
     format = next(iter(target.onnx.formats or FORMATS)) if format is None else format
     opset = _default_opset(qmodel.graph_module, target.onnx, domain) if opset is None else opset
@@ -142,7 +142,7 @@ def onnx(
     _require_fixed_groups(gm, qmodel.signature)
     if conditions := qmodel.signature.input_conditions:
         warn(
-            "runtimes do not check sizes: the file agrees with the model where "
+            "runtimes do not check input sizes: the file agrees with the model only where "
             f"{' and '.join(condition.text for condition in conditions)}, as in the calibration data"
         )
     _require_writable(file)
@@ -360,9 +360,8 @@ def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:
     }
     listed = "\n".join(f"  {describe(node)}" for node in nodes)
     raise ExportError(
-        f"the number of groups of {len(nodes)} convolution(s) varies with the inputs, and is fixed in ONNX:\n{listed}"
-        "\nFix these sizes when the model is quantized; as dynamic_shapes of quantize() pass "
-        + signature.literal_of(free)
+        f"the number of groups of {len(nodes)} convolution(s) varies with the inputs; ONNX needs it fixed:\n{listed}"
+        "\nFix these sizes when you quantize the model: pass quantize() dynamic_shapes=" + signature.literal_of(free)
     )
 
 
@@ -372,7 +371,7 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
     for node in gm.graph.nodes:
         fmt = code_format(node)
         if fmt == INT32 and not wide and target_name(node) == QUANTIZE:
-            bad.append(f"  {fmt}, which {having} alone has: {describe(node)}")
+            bad.append(f"  {fmt}, which only {having} supports: {describe(node)}")
             continue
         if fmt is not None and not fmt.has_onnx_type and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")
@@ -407,7 +406,7 @@ def _unmeasured(node: Node) -> str:
     if block in (0, -1):
         return "" if scale_type == str(FLOAT32) else "with 8-bit scales"
     if measured_share(node) != 1:
-        return "in a share of the range of groups (drop the observer)"
+        return "with part of the range of groups (drop the observer)"
     symmetric = Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
     return "" if symmetric else "in groups with zero points"
 
@@ -415,7 +414,7 @@ def _unmeasured(node: Node) -> str:
 def _require_values(gm: GraphModule) -> None:
     if any("val" not in node.meta for node in gm.graph.nodes if node.op in ("placeholder", "call_function")):
         raise ExportError(
-            "the shapes of this loaded model could not be restored, which its export needs: "
+            "the export needs the shapes of this loaded model, but they could not be restored: "
             f"{gm.meta.get('no_shapes', 'an operator has none')}; quantize the model again and export it before saving"
         )
 
@@ -424,9 +423,9 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
     if given is None:
         return
     if isinstance(given, str) or any(not isinstance(name, str) or not name for name in given):
-        raise ExportError(f"{option} is a list of names, not {given!r}")
+        raise ExportError(f"{option} must be a list of names, not {given!r}")
     if len(given) != len(own):
-        raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
+        raise ExportError(f"{option} has {len(given)} name(s), but the model has {len(own)}: {', '.join(own)}")
 
 
 def named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:

@@ -108,7 +108,9 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
     """
     chosen = FORMATS.find(name)
     if name not in (formats := target.onnx.formats or FORMATS):
-        raise ExportError(f"target={str(target)!r} reads no format={name!r}; choose one of {', '.join(formats)}")
+        raise ExportError(
+            f"target={str(target)!r} does not support format={name!r}; choose one of {', '.join(formats)}"
+        )
     filled = {}
     for option in (field.name for field in fields(FormatOptions)):
         value, choices = getattr(options, option), chosen.choices.get(option)
@@ -118,7 +120,7 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
                 raise ExportError(f"format={name!r} has no {option}; drop it (it is an option of {users})")
             continue
         if value is not None and (type(value), value) not in [(type(choice), choice) for choice in choices]:
-            raise ExportError(f"{option}={value!r} is not one of format={name!r}; choose one of {choices}")
+            raise ExportError(f"format={name!r} does not support {option}={value!r}; choose one of {choices}")
         filled[option] = choices[0] if value is None else value
     return chosen, FormatOptions(**filled)  # type: ignore[arg-type]
 

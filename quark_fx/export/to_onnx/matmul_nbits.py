@@ -72,12 +72,12 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     if not done:
         why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in left_alone)
         raise ExportError(
-            "format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; of this model's weights"
-            f"{why or ' none is in integers (see qmodel.report())'}\n"
+            "format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; this model has none:"
+            f"{why or ' no weight is in integers (see qmodel.report())'}\n"
             "Use format='qdq', or a weight-only configuration such as 'int4_weight_only'."
         )
     if accuracy_level and not any(node.op_type == "MatMulNBits" for node in model.graph):
-        raise ExportError(f"accuracy_level={accuracy_level} applies to MatMulNBits, and this model has none; drop it")
+        raise ExportError(f"accuracy_level={accuracy_level} applies to MatMulNBits, but this model has none; drop it")
     return tuple(left_alone)
 
 
@@ -236,7 +236,7 @@ def _require_plain_product(node: ir.Node) -> bool:
     if node.op_type not in ("MatMul", "Gemm"):
         raise Declined(f"ONNX Runtime has no weight-only kernel for {node.op_type}")
     if _constant_behind(node.inputs[1]) is None:
-        raise Declined("it is the left factor")
+        raise Declined("the weight is the left factor")
     cast = made_by(node.inputs[0], "Cast")
     activation = made_by(node.inputs[0] if cast is None else cast.inputs[0], "DequantizeLinear")
     if activation is not None and _looked_up(activation) is None:
@@ -266,7 +266,7 @@ def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | Non
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     array = array_of(bias)
     if bias is not None and (array is None or array.shape != (channels,)):
-        raise Declined("its Gemm adds something else than a constant vector")
+        raise Declined("its Gemm adds something other than a constant vector")
     return bias, node
 
 
@@ -336,7 +336,7 @@ def _gather_of(node: ir.Node) -> ir.Node:
 def _use_gather(model: ir.Model, node: ir.Node, weight: StoredCodes) -> None:
     gather = _gather_of(node)
     if gather.attributes.get_int("axis", 0) or weight.turned:
-        raise Declined("it is not looked up by rows")
+        raise Declined("the weight is not looked up by rows")
     if weight.cast or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
         raise Declined("the model does not compute in float32; quantize model.float()")
     blocks = read_blocks(weight, axis=0)

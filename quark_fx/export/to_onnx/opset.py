@@ -109,7 +109,7 @@ def convert(model: ir.Model, opset: int) -> ir.Model:
         return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), opset))
     except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as error:
         cause = str(error).rpartition("failed: ")[2]
-        raise ExportError(f"the model has no form in opset {opset}: {cause}; use opset={_FIRST_TRANSLATED}") from error
+        raise ExportError(f"opset {opset} cannot express the model: {cause}; use opset={_FIRST_TRANSLATED}") from error
 
 
 def raised(model: ir.Model, opset: int = DEFAULT) -> ir.Model:
@@ -157,5 +157,5 @@ def use_contrib_domain(model: ir.Model) -> None:
             f"domain='{CONTRIB}' has no kernel for\n" + "\n".join(bad) + "\nDrop domain=, and use opset=21."
         )
     if not moved:
-        raise ExportError(f"domain='{CONTRIB}' is for pairs of quantizers, and this model has none; drop domain=")
+        raise ExportError(f"domain='{CONTRIB}' applies to QDQ pairs, but this model has none; drop domain=")
     model.opset_imports[CONTRIB] = 1

@@ -64,7 +64,7 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
     if not done and not any(node.op_type == "MatMulInteger" for node in model.graph):
         why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in parts) or " no activation is quantized"
         raise ExportError(
-            f"format='qoperator' is for 8-bit weights and activations; of this model:{why}\n"
+            f"format='qoperator' is for 8-bit weights and activations; in this model, no operator fits:{why}\n"
             "Use format='qdq' or, for weights alone, format='matmul_nbits'; or the preset 'int8_static'."
         )
     return tuple(parts)
@@ -134,7 +134,7 @@ def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Quantized
     dtype = values.dtype if values is not None else None
     if values is None or scale is None or scale.shape is None or dtype is None or dtype not in _EIGHT:
         name = dtype.name.lower() if dtype is not None else "unknown"
-        raise Declined(f"its codes are {name}; integer operators take 8 bits")
+        raise Declined(f"its codes are {name}; integer operators need 8 bits")
     if node.attributes.get_int("block_size", 0):
         raise Declined("its weight is quantized in groups")
     if zero_point is None:
@@ -265,7 +265,7 @@ def _conv(model: ir.Model, node: ir.Node) -> None:
     x = _operand(model, node.inputs[0])
     w = _operand(model, node.inputs[1], per_tensor=False)
     if w.axis not in (None, 0):
-        raise Declined("its weight has scales along another axis than its output channels")
+        raise Declined("its weight has scales along an axis other than its output channels")
     if made_by(x.values, "DynamicQuantizeLinear") is not None:
         _conv_integer(model, node, x, w)
         return
@@ -335,7 +335,7 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
     b = _operand(model, node.inputs[1], per_tensor=False)
     rank = b.values.shape.rank() if b.values.shape is not None else 0
     if b.axis is not None and (rank != 2 or b.axis % 2 != 1):
-        raise Declined("its weight has scales along another axis than its columns")
+        raise Declined("its weight has scales along an axis other than its columns")
     try:
         result = _result(model, node)
     except Declined:
@@ -361,7 +361,7 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
     b = _operand(model, node.inputs[1], per_tensor=False)
     turned = node.attributes.get_int("transB", 0)
     if b.axis is not None and b.axis % 2 != (0 if turned else 1):
-        raise Declined("its weight has scales along another axis than its output channels")
+        raise Declined("its weight has scales along an axis other than its output channels")
     if any(node.attributes.get_float(factor, 1.0) != 1 for factor in ("alpha", "beta")):
         raise Declined("its Gemm scales the product or the bias")
     _require(a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype, a, b)
@@ -381,16 +381,16 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
 def _lstm(model: ir.Model, node: ir.Node) -> None:
     """Replace an `LSTM` by `DynamicQuantizeLSTM`, which quantizes its input at run time and its state in every step."""
     if not node.meta.get(MEASURED):
-        raise Declined("its input is not in uint8 measured at run time, as the one integer LSTM has it")
+        raise Declined("its input is not uint8 with scales measured at run time, as the integer LSTM needs")
     x, stored, scales = _unrounded(node), list[ir.Value | None](), list[ir.Value | None]()
     directions = 2 if node.attributes.get_string("direction") == "bidirectional" else 1
     for value in node.inputs[1:3]:
         codes = _operand(model, _unshaped(value), per_tensor=False)
         matrix, scale, zero_point = (array_of(part) for part in codes)
         if matrix is None or scale is None or zero_point is None:
-            raise Declined("its weights are not constants")
+            raise Declined("its weights are not constant")
         if zero_point.any():
-            raise Declined("its weights have zero points, which the integer LSTM does not take")
+            raise Declined("its weights have zero points, which the integer LSTM does not support")
         rows = len(matrix) // directions
         turned = matrix.reshape(directions, rows, -1).transpose(0, 2, 1)
         stored.append(add_array(model, f"{codes.values.name}_turned", turned))
@@ -464,7 +464,7 @@ def _move(model: ir.Model, node: ir.Node) -> None:
         raise Declined("its output is not quantized")
     for quantizer in quantizers:
         if quantizer.op_type != "QuantizeLinear" or not _codes(model, quantizer, quantizer.outputs[0]).same_grid(x):
-            raise Declined("its output is not quantized on the grid of its input")
+            raise Declined("its output is not quantized with the scale and zero point of its input")
     moved = _node(node.domain, node.op_type, node, [x.values, *node.inputs[1:]], _attributes(node))
     moved.outputs[0].dtype, moved.outputs[0].shape = x.dtype, node.outputs[0].shape
     node.prepend(moved)

@@ -82,17 +82,19 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
     if of_bytes and has_fixed_size(gm, node):
         return interpolate_bytes
     if name in _ANTIALIASED and argument(node, 2):
-        return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
+        return _refuse("antialias=True with align_corners=True has no equivalent in ONNX; drop one of the two")
     if name in _ANTIALIASED and name.endswith("default") and (argument(node, 3) is None) != (argument(node, 4) is None):
-        return _refuse("an antialiased resize with a scale factor for one axis has no form in ONNX; pass both or none")
+        return _refuse(
+            "an antialiased resize with a scale factor for one axis is not possible in ONNX; pass both or none"
+        )
     if of_bytes:
         return round_interpolation
     if name == "aten.lstm.input" and _is_projected(gm, node):
-        return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
+        return _refuse("an LSTM with proj_size has no equivalent in ONNX; project its output with a linear layer")
     if name == "aten.index_put.default" and _has_mask_beside_others(gm, node):
-        return _refuse("a mask next to other indices has no form in ONNX; write it with torch.where")
+        return _refuse("a mask next to other indices has no equivalent in ONNX; use torch.where instead")
     if name == "aten.cross_entropy_loss.default" and argument(node, 5):
-        return _refuse("label_smoothing has no form in ONNX; write the loss with log_softmax, or leave it out")
+        return _refuse("label_smoothing has no equivalent in ONNX; write the loss with log_softmax, or drop the option")
     if name in _DEVIATIONS and value_of(gm, argument(node, 0)).dtype in _HALVES:
         return _in_float32
     if name in _DIVISIONS and (_has_number_first(node) or value_of(gm, node).dtype in _HALVES):
@@ -293,7 +295,7 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
         if ceil_mode:
             length = static_size(size)
             if length is None:
-                raise ExportError(f"{describe(node)}: ceil_mode with divisor_override needs a size that does not vary")
+                raise ExportError(f"{describe(node)}: ceil_mode with divisor_override needs a fixed input size")
             windows = -(-(length + 2 * pad - wide) // step) + 1
             windows -= (windows - 1) * step >= length + pad  # windows must not begin in the padding at the end
             beyond = max((windows - 1) * step + wide - length - 2 * pad, 0)
@@ -417,8 +419,8 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
     dim, size = dim % product.dim(), static_size(product.shape[dim % product.dim()])
     if size is None:
         raise ExportError(
-            f"{describe(node)}: cumprod needs a size that does not vary along its dimension; "
-            "pass `dynamic_shapes` to quantize that leave it fixed"
+            f"{describe(node)}: cumprod needs a fixed size along its dimension; "
+            "pass quantize() `dynamic_shapes` in which this size is fixed"
         )
     shift = 1
     while shift < size:
@@ -440,8 +442,8 @@ def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
         size = static_size(value_of(gm, value).shape[dim])
         if size is None:
             raise ExportError(
-                f"{describe(node)}: windows of unequal size need a size that does not vary; "
-                "pass `dynamic_shapes` to quantize that leave it fixed"
+                f"{describe(node)}: windows of unequal size need a fixed input size; "
+                "pass quantize() `dynamic_shapes` in which this size is fixed"
             )
         if windows == size:
             continue

@@ -86,7 +86,7 @@ def onnx_rule(*operators: str) -> Callable[[Rewrite], OnnxRule]:
         ExportError: If no type is given.
     """
     if not operators or not all(isinstance(name, str) for name in operators):
-        raise ExportError('onnx_rule takes the types of nodes that the rule is for; write @onnx_rule("Relu")')
+        raise ExportError('onnx_rule needs the types of nodes that the rule rewrites; write @onnx_rule("Relu")')
 
     def make(rewrite: Rewrite) -> OnnxRule:
         return OnnxRule(rewrite.__name__, operators, rewrite)
@@ -107,7 +107,7 @@ def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
     if not isinstance(rule, RewriteRule):
         raise ExportError(
             f"{rule!r} is not an ONNX rule; decorate a function that takes a model and a node with onnx_rule, or "
-            "give the `rule()` of an onnxscript pattern"
+            "pass the `rule()` of an onnxscript pattern"
         )
     reasons = _Reasons()
     rule.apply_to_model(model, tracer=reasons)  # with a tracer, it matches without rewriting
@@ -234,7 +234,7 @@ def fold_initializer_transpose(model: ir.Model, node: ir.Node) -> bool:
     if codes.const_value is None or not codes.const_value.dtype.is_integer() or node.outputs[0].is_graph_output():
         return False
     if not _may_transpose(codes):
-        raise Declined("something else reads the codes as they are")
+        raise Declined("another node also reads the codes")
     _store_transposed(codes, permutation(node, shape_of(codes).rank()))
     replace_node(node, codes)
     return True
@@ -273,7 +273,7 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int]) -> None:
     """
     constants = [value for value in node.inputs if value is not None]
     if len(node.outputs[0].uses()) != 1 or not all(_may_transpose(value) for value in constants):
-        raise Declined("something else reads the weight as it is")
+        raise Declined("another node also reads the weight")
     rank = shape_of(constants[0]).rank()
     for value in constants:
         if rank > 1 and shape_of(value).rank() == rank:

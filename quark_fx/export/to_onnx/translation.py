@@ -61,7 +61,7 @@ def _overload(name: str) -> Any:
         ExportError: If the name has another form, or the operator does not have the overload.
     """
     if name.count(".") != 2 or not all(name.split(".")):
-        raise ExportError(f"{name!r} names no operator; write 'namespace.name.overload', as 'aten.relu.default'")
+        raise ExportError(f"{name!r} is not an operator; write 'namespace.name.overload', like 'aten.relu.default'")
     namespace, operator, overload = name.split(".")
     packet = getattr(getattr(torch.ops, namespace), operator, None)
     if packet is not None and not hasattr(packet, overload):

@@ -116,7 +116,7 @@ _ROWS = {
     "sum before a layer normalization": Workaround(
         runtime="onnxruntime",
         versions=MEASURED,
-        fault="fuses the two to SkipLayerNormalization, which takes six times as long on a processor",
+        fault="fuses the two into SkipLayerNormalization, which takes six times as long on a processor",
         operators=("LayerNormalization",),
         condition=ort.sums_before_norm,
         rewrite=ort.spell_as_sum,
@@ -132,7 +132,7 @@ _ROWS = {
     "padding before a pool": Workaround(
         runtime="onnxruntime",
         versions=("1.31",),
-        fault="makes zeros the padding of the pool, which is -inf for a maximum, and has another count for an average; "
+        fault="turns zeros into padding of the pool, which is -inf for a maximum and changes the count of an average; "
         "refuses padding as wide as the window",
         source=_PULLS + "18136",
         operators=("MaxPool", "AveragePool"),
@@ -151,7 +151,7 @@ _ROWS = {
     "product before a sum": Workaround(
         runtime="onnxruntime",
         versions=MEASURED,
-        fault="fuses the two to a Gemm, which runs in float; for other ranks than 2, it also reshapes the codes, and "
+        fault="fuses the two into a Gemm, which runs in float; for ranks other than 2, it also reshapes the codes, and "
         "refuses signed ones as in 'moved signed codes'",
         operators=("MatMul",),
         condition=ort.becomes_gemm,

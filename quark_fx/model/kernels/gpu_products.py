@@ -69,8 +69,8 @@ def block_linear(product: Product) -> None:
     outputs, inputs = weight.codes.shape
     if (weight.axis, weight.block_size, rounded.block_size) != (1, 128, 128):
         raise Declined(
-            f"its scales are of {weight.block_size} inputs of its weight and {rounded.block_size} of its activation; "
-            "the product of blocks takes 128"
+            f"its scales cover {weight.block_size} inputs of its weight and {rounded.block_size} of its activation; "
+            "the block kernel needs 128 for both"
         )
     bias, scale = product.bias(), weight.scale.float()
     # For scales of 128x128 blocks, the strides must be multiples of 16 bytes.
@@ -106,14 +106,14 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     """Multiply E4M3 codes, or E2M1 codes packed in 4 bits, that have an 8-bit scale per 16 or 32 inputs."""
     weight, rounded, bias = product.matrix(), product.read, product.bias()
     if weight.axis != 1:
-        raise Declined("its weight is not in groups of inputs")
+        raise Declined("its weight does not have a scale for each group of inputs")
     kind, of_16 = scale_format(rounded.scale_type), weight.block_size == 16
     codes, scale, whole = weight.codes.contiguous(), weight.scale, None
     if of_16:
         try:
             stored = E4M3_SCALES.quantized(scale)
         except ValueError as error:
-            raise Declined(f"of its weight, {error}") from error
+            raise Declined(f"scales of its weight: {error}") from error
         scale, whole = stored.codes.view(torch.uint8), stored.scale
     elif bool((torch.frexp(scale)[0] == 0.5).all()):
         scale = _exponents(scale)
@@ -127,7 +127,7 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     try:  # a build of torch may lack a kernel that other builds of its version have
         small_block_product(codes[:1], weight.scale[:1], *constants)
     except RuntimeError as error:
-        raise Declined(f"torch refuses it: {str(error).splitlines()[0]}") from error
+        raise Declined(f"torch rejects this product: {str(error).splitlines()[0]}") from error
     _replace(product, product.insert(small_block_product, rounded.codes, rounded.scale, *constants), bias)
 
 

@@ -132,7 +132,7 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         Declined: If a pair may saturate, the activation lacks a batch, or this CPU lacks the kernels.
     """
     if not has_kernels():
-        raise Declined("torch has oneDNN's integer kernels on x64 processors")
+        raise Declined("torch provides oneDNN's integer kernels only on x64 processors")
     rank = product.activation.meta["val"].dim()
     if rank < 2 or (codes.dim() > 2 and rank != codes.dim()):
         raise Declined("its activation lacks a batch dimension")
@@ -149,8 +149,8 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         exact = not bool(bound.exceeded(codes).any())
     if not exact:
         raise Declined(
-            "this processor adds pairs of products in 16 bits, and some of its weight would saturate; quantize with "
-            'reduce_range, or for target="onnx", which limits pairs'
+            "this processor adds pairs of products in 16 bits, and some weights would saturate; quantize with "
+            'reduce_range, or for target="onnx", which limits such pairs'
         )
 
 

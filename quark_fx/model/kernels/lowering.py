@@ -139,7 +139,9 @@ def rows_of_lists(gm: GraphModule) -> dict[str, KernelRow]:
         coded = [constant for constant in constants if constant is not None and constant.quantized is not None]
         if coded:
             name = module_name(node, parameter_name(gm, coded[0].names[0]))
-            rows[node.name] = KernelRow(name, row.kind, "", f"torch has no kernel for {row.kind} with weights in codes")
+            rows[node.name] = KernelRow(
+                name, row.kind, "", f"torch has no kernel for {row.kind} with quantized weights"
+            )
     return rows
 
 

@@ -39,7 +39,7 @@ class KernelModule(nn.Module):
         if mode:
             raise QuarkError(
                 "a model with kernels is for inference; to train it, call quark_fx.prepare_qat(qmodel), whose eager() "
-                "has parameters that learn"
+                "has trainable parameters"
             )
         return super().train(False)
 
@@ -59,8 +59,8 @@ class KernelModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise QuarkError(
-            "weights for kernels are not pickled; save the quantized model, and call eager(kernels=True) where it is "
-            "loaded"
+            "weights packed for kernels cannot be pickled; save the quantized model, load it at the destination, and "
+            "call eager(kernels=True) there"
         )
 
 
@@ -79,7 +79,10 @@ class ShapeOnly(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise QuarkError("the weights of a model with kernels are codes for its kernels alone; use qmodel.eager()")
+        raise QuarkError(
+            "the weights of a model with kernels are packed, and only its kernels can read them; use qmodel.eager() to "
+            "read or change weights"
+        )
 
 
 Kinds = set[tuple[torch.dtype, torch.device]]
@@ -120,7 +123,8 @@ def require_unchanged(fn: Callable[[Tensor], Tensor], kinds: Kinds, what: str, a
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise RuntimeError(
-                f"{what} keeps its dtypes and stays where it is; convert the model before quantizing it, and {again}"
+                f"{what} cannot change its dtypes or device; convert or move the model before quantizing it, and "
+                f"{again}"
             )
 
 
@@ -160,10 +164,12 @@ class KernelLinear(KernelModule):
         """
         if x.dtype != self.dtype:
             raise QuarkError(
-                f"this layer computes in {self.dtype}, and its input is {x.dtype}; kernels convert nothing"
+                f"this layer computes in {self.dtype}, but its input is {x.dtype}; convert the input first"
             )
         if x.shape[-1] != self.in_features:
-            raise QuarkError(f"this layer reads rows of {self.in_features} values, and its input has {x.shape[-1]}")
+            raise QuarkError(
+                f"this layer reads rows of {self.in_features} values, but its input has rows of {x.shape[-1]}"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise QuarkError(
                 "kernels do not support gradients; call the model under torch.no_grad(), or use qmodel.eager()"
@@ -221,8 +227,8 @@ class CodeEmbedding(KernelModule):
 
 def _no_state() -> QuarkError:
     return QuarkError(
-        "a model with kernels holds weights as kernels read them, without a state_dict; save the quantized model, or "
-        "take the state_dict of qmodel.eager()"
+        "a model with kernels has no state_dict, because its weights are packed for the kernels; save the quantized "
+        "model, or use the state_dict of qmodel.eager()"
     )
 
 

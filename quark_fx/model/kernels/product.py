@@ -163,7 +163,7 @@ class Product:
         if weight.codes.dim() != 2:
             raise Declined("its weight is a stack of matrices")
         if any(self.node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
-            raise Declined("its product or its bias has a factor")
+            raise Declined("its product or its bias has a factor (alpha or beta)")
         if self.row.output_axis % 2 == 0:
             return weight
         scale, zero_point = (p.mT if p.dim() == 2 else p for p in (weight.scale, weight.zero_point))
@@ -183,7 +183,7 @@ class Product:
             return None
         constant = constant_of(self.gm, bias)
         if constant is None:
-            raise Declined("its bias is computed")
+            raise Declined("its bias is computed, not stored")
         return constant.value().float()
 
     def geometry(self) -> tuple[list[int], list[int], list[int], int]:

@@ -50,7 +50,7 @@ class RowGraphs:
         loops = [node for node in gm.graph.nodes if node.target is code_product]
         reason = row.reason
         if loops and not finds_compiler():
-            reason = "torch.compile makes the loop over codes, and needs a C++ compiler"
+            reason = "this kernel is built with torch.compile, which needs a C++ compiler"
         if reason:
             return None, KernelRow(name, kind, "", reason)
         for node in loops:
@@ -67,7 +67,7 @@ class RowGraphs:
         rounded, source = product.rounded, product.activation
         if rounded is not None:
             if target_name(rounded.codes) != QUANTIZE:
-                raise Declined("its activation comes in codes")
+                raise Declined("its activation is already quantized")
             source = argument(rounded.codes, 0)
         value: Tensor = source.meta["val"]
         if value.dim() < 2:

@@ -65,7 +65,7 @@ def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     elif weight.axis in (None, 0) and not weight.block_size:
         groups = 1
     else:
-        raise Declined("its scales do not lie along outputs or groups of inputs")
+        raise Declined("its scales are not per output or per group of inputs")
     scale, zero_point = (
         p.float().reshape(-1, groups if p.numel() > 1 else 1).expand(outputs, groups).contiguous()
         for p in (weight.scale, weight.points + shift)

@@ -61,7 +61,7 @@ DPU = register_target(
             *ONNX_TYPES,
             Refusal(
                 _needs_multiplication,
-                "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two' and one static scale per "
+                "a DPU scales by bit shifts: use symmetric integers with scale='power_of_two' and one static scale per "
                 "tensor, like the preset 'xint8', or another target",
             ),
         ),

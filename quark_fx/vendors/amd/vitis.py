@@ -276,7 +276,7 @@ def _candidates(weight: QuantizedTensor, roundings: list[Rounding]) -> Iterator[
 def _why(weight: QuantizedTensor) -> str:
     if not weight.block_size:
         return f"{weight.format} without blocks"
-    return f"{weight.format} in blocks of {weight.block_size}, with values or scales that a node does not give back"
+    return f"{weight.format} in blocks of {weight.block_size}, with values or scales that the node cannot reproduce"
 
 
 def _described(rounding: Rounding) -> str:
@@ -327,7 +327,7 @@ def _rounding_of(node: ir.Node) -> Rounding:
     expected = vendor_attributes(rounding)
     if expected is None or expected[1] != {name: attribute.value for name, attribute in node.attributes.items()}:
         raise ExportError(
-            f"{node.name}: this {node.op_type} has other attributes than export.onnx writes; "
+            f"{node.name}: the attributes of this {node.op_type} differ from those that export.onnx writes; "
             "run the file with the vendor's library"
         )
     return rounding
@@ -409,17 +409,17 @@ def require_static(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -
         if codes is not None and codes.dtype not in CODES:
             bad.append(f"  {node.name} has codes of {'?' if codes.dtype is None else codes.dtype.name.lower()}")
     if not (nodes or measured or allow_none):
-        raise ExportError("format='vitis' is for static scales, and nothing in this model is quantized so; use another")
+        raise ExportError("format='vitis' needs static scales, and this model has none; use another format")
     if bad:
         presets = "'xint8'" if all(_PER_TENSOR in line for line in bad) else "'xint8', 'int8_static' or 'bf16'"
         raise ExportError(
-            "format='vitis' is for static scales, per tensor or channel, of integers or half precision; these are "
-            "none:\n" + "\n".join(bad) + f"\nUse the preset {presets}, or format='qdq'."
+            "format='vitis' needs static scales, per tensor or channel, of integers or half precision; not "
+            "supported:\n" + "\n".join(bad) + f"\nUse the preset {presets}, or format='qdq'."
         )
 
 
 _PER_TENSOR = (
-    ", those of the channels of every group of a ConvTranspose: give it one scale, "
+    ", one per channel in each group of a ConvTranspose: use one scale for the weight, "
     "Override(pattern='op:conv_transpose*', weight=config.weight.replace(granularity='tensor'))"
 )
 

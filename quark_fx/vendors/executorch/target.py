@@ -63,14 +63,14 @@ EXECUTORCH = Target(
         Refusal(
             _is_no_bias, "XNNPACK's kernels support biases in int32, not {spec.format}; set format='int32' or bias=None"
         ),
-        Refusal(_has_small_scales, "XNNPACK has scales in float32; drop scale, or use target='torch'"),
+        Refusal(_has_small_scales, "XNNPACK needs scales in float32; drop scale, or use target='torch'"),
         Refusal(
             _is_measured_symmetric,
             "XNNPACK measures ranges at run time with zero points; set symmetry='asymmetric', or use target='torch'",
         ),
         Refusal(
             _measures_a_share,
-            "XNNPACK measures the whole range at run time; drop the observer, or use target='torch'",
+            "XNNPACK always uses the whole range at run time; drop the observer, or use target='torch'",
         ),
         Refusal(
             _is_cache_by_head,

@@ -127,7 +127,7 @@ _ROWS = {
     "convolution without a bias": Workaround(
         runtime="openvino",
         versions=("2026.4",),
-        fault="fuses the scale of the sums with the next operator, and loses it for some of several readers",
+        fault="fuses the scale of the sums with the next operator, and loses it for some readers if there are several",
         operators=("Conv", "ConvTranspose"),
         condition=_lacks_bias,
         rewrite=_add_vanishing_bias,
