@@ -1021,8 +1021,11 @@ class Silent(Solver):
 @pytest.mark.parametrize(
     ("writer", "message"),
     [
-        (Overwrite(), r"pass Overwrite wrote into .*weight, which the caller's model shares"),
-        (OverwriteCodes(), r"pass OverwriteCodes wrote into .*weight_codes, which every block that is finished shares"),
+        (Overwrite(), r"pass Overwrite wrote into .*weight, which the caller's model also uses"),
+        (
+            OverwriteCodes(),
+            r"pass OverwriteCodes wrote into .*weight_codes, which every block that is finished also uses",
+        ),
     ],
     ids=["weights", "codes"],
 )

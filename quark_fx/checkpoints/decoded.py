@@ -280,7 +280,7 @@ class DecodedFiles:
                             stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
             except OSError as error:
                 raise CheckpointError(
-                    f"decoding {self.files.path} to {folder.parent} failed: {error}; make room there, or pass "
+                    f"decoding {self.files.path} to {folder.parent} failed: {error}; free disk space there, or pass "
                     "another directory as scratch"
                 ) from error
             files |= dict.fromkeys(names, file)

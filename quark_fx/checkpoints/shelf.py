@@ -55,7 +55,8 @@ class Shelf:
                 pages = torch.from_file(file.name, shared=False, size=tensor.nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"cannot write {tensor.nbytes / 2**20:.1f} MiB to {self.directory}: {error}; make room and run again"
+                f"cannot write {tensor.nbytes / 2**20:.1f} MiB to {self.directory}: {error}; free disk space there "
+                "and run again"
             ) from error
         return pages.view(tensor.dtype).reshape(tensor.shape)
 

@@ -297,7 +297,9 @@ def _taken(job: _Job) -> Iterator[set[int]]:
             )
         if not identity.is_file() and (free := shutil.disk_usage(folder).free) < needed:
             shutil.rmtree(folder)
-            raise ExportError(f"{output} needs {bytes_text(needed)}, but {bytes_text(free)} are free; make room")
+            raise ExportError(
+                f"{output} needs {bytes_text(needed)}, but {bytes_text(free)} are free; free disk space there"
+            )
         job.result.mkdir(exist_ok=True)
         identity.write_text(job.identity)
         log = folder / _DONE

@@ -267,7 +267,7 @@ def plan(
         shared = tuple(f"{n}{_WEIGHT}" for n in groups.get(module, ()) if n != module) if spec.scale.has_unit else ()
         outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
         tensors.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
-    notes = [f"the source was rounded before, by {source.method}: both errors add up"]
+    notes = [f"the source was already rounded by {source.method}: both rounding errors add up"]
     counts = Counter(name for tensor in tensors for name in tensor.outputs)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise CheckpointError(

@@ -257,7 +257,7 @@ def test_what_cannot_be_analyzed_is_refused() -> None:
         analyze(cnn(), "int8_static", [])
     with pytest.raises(ConfigError, match="error, kl"):
         analyze(cnn(), "int8_static", images(), metric="mse")
-    with pytest.raises(ConfigError, match="top is a number"):
+    with pytest.raises(ConfigError, match="top must be an integer of at least 1"):
         analyze(cnn(), "int8_static", images(), top=0)
     with pytest.raises(ConfigError, match=r"unknown metric \['kl'\]"):
         analyze(cnn(), "int8_static", images(), metric=["kl"])  # type: ignore[arg-type]

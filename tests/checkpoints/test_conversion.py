@@ -466,7 +466,7 @@ def test_a_quantized_source_is_decoded(kind: str, tmp_path: Path) -> None:
     conversion = qfx.convert(
         tmp_path / "source", QuantConfig(weight=spec), tmp_path / "out", ignore=["*.0.*up_proj"], progress=False
     )
-    assert "was rounded before" in conversion.notes[0]
+    assert "was already rounded" in conversion.notes[0]
     written = stored(tmp_path / "out")
     assert not [name for name in written if name.endswith(("scale_inv", "zero_point"))]
     name = "trunk.layers.1.mix.wq"

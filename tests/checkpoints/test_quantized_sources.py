@@ -91,12 +91,12 @@ def test_what_the_exporters_write_is_decoded_bit_for_bit(
         expected = qmodel.eager()(input_ids=IDS).logits
         torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=4 * _rounding(expected))
     again = quantize(model, "int8_weight_only", [{"input_ids": IDS}])
-    assert "the source was rounded before, by" in str(again.report())
+    assert "the source was already rounded by" in str(again.report())
     again.save(tmp_path / "saved")
-    assert "the source was rounded before, by" in str(qfx.load(tmp_path / "saved").report())
+    assert "the source was already rounded by" in str(qfx.load(tmp_path / "saved").report())
     qfx.export.huggingface(again, tmp_path / "again")
-    assert "The source was rounded before, by" in (tmp_path / "again" / "README.md").read_text()
-    assert "the source was rounded" not in str(qmodel.report())
+    assert "The source was already rounded by" in (tmp_path / "again" / "README.md").read_text()
+    assert "the source was" not in str(qmodel.report())
 
 
 def _rounding(logits: Tensor) -> float:
@@ -312,7 +312,7 @@ def test_a_model_whose_configuration_names_no_method_is_float(settings: object) 
     model = seeded(nn.Sequential(nn.Linear(8, 4)))
     model.config = SimpleNamespace(quantization_config=settings)  # type: ignore[assignment]
     qmodel = qfx.quantize(model, "int8_dynamic", [torch.ones(2, 8)], progress=False)
-    assert "rounded before" not in str(qmodel.report())
+    assert "already rounded" not in str(qmodel.report())
 
 
 def test_weights_that_are_quantized_when_they_are_loaded_are_floats(tmp_path: Path) -> None:
@@ -325,6 +325,6 @@ def test_weights_that_are_quantized_when_they_are_loaded_are_floats(tmp_path: Pa
     opened = qfx.open_checkpoint(tmp_path)
     assert torch.equal(opened(IDS).logits, model(IDS).logits)
     qmodel = qfx.quantize(opened, "int4_weight_only", [{"input_ids": IDS}], progress=False)
-    assert "rounded before" not in str(qmodel.report())
+    assert "already rounded" not in str(qmodel.report())
     with pytest.raises(qfx.ExportError, match="would be lost"):
         qfx.export.huggingface(qmodel, tmp_path)

@@ -109,7 +109,7 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    with full_disk(2000), pytest.raises(CheckpointError, match=f"cannot write .* MiB to {tmp_path}.* make room"):
+    with full_disk(2000), pytest.raises(CheckpointError, match=f"cannot write .* MiB to {tmp_path}.* free disk space"):
         Shelf(tmp_path).put(torch.ones(1000))
     with pytest.raises(CheckpointError, match="cannot be created"):
         Shelf(Path(__file__) / "below")

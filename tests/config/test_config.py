@@ -625,5 +625,5 @@ def test_an_option_that_became_a_constant_loads_with_its_value_alone(name: str) 
 
     assert config(5) == QuantConfig(passes=(PASSES.make({"name": name, "iterations": 3}),))
     for call in (lambda: config(6), lambda: PASSES.find(name)(patience=5)):
-        with pytest.raises(ConfigError, match=f"patience of {name} is fixed at 5; leave it out"):
+        with pytest.raises(ConfigError, match=f"patience of {name} is fixed at 5; omit this field"):
             call()

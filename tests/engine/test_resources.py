@@ -284,7 +284,7 @@ def test_an_argument_of_earlier_versions_is_refused_with_its_new_spelling(call: 
 @pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.analyze, qfx.search, qfx.check, qfx.Session])
 def test_a_device_without_a_name_is_refused_with_its_place(call: Any) -> None:
     given: list[Any] = [mlp(), []] if call in (qfx.Session, qfx.search) else [mlp(), "int8_static", []]
-    words = rf"{call.__name__} takes {len(given)} .* and {len(given) + 1} were .* resources=Resources\(device=\.\.\.\)"
+    words = rf"{call.__name__} takes {len(given)} .* but {len(given) + 1} were .* resources=Resources\(device=\.\.\.\)"
     with pytest.raises(ConfigError, match=words):
         call(*given, "cpu")
 

@@ -346,7 +346,7 @@ def test_every_value_of_a_large_tensor_tells_runs_apart(where: str, tmp_path: Pa
             with torch.no_grad():
                 (x if where == "data" else model.weight).view(-1)[index] += 1e-3
         config = learning(BiasCorrection())
-        with pytest.raises(ConfigError, match=f"other {where}") if index else nullcontext():
+        with pytest.raises(ConfigError, match=f"different {where}") if index else nullcontext():
             quantize(model, config, [x, x], resources=qfx.Resources(checkpoint=tmp_path))
 
 
@@ -461,7 +461,7 @@ def assert_names(directory: Path, file: Path) -> None:
     with pytest.raises(ConfigError) as error:
         run("adaround", directory)
     assert f"checkpoint {file} cannot be read" in str(error.value)
-    assert "remove it" in str(error.value)
+    assert "delete this file" in str(error.value)
 
 
 def test_a_directory_in_which_another_run_finished_nothing_is_taken_over(tmp_path: Path) -> None:

@@ -499,7 +499,7 @@ def test_groups_that_vary_with_the_batch_are_refused_with_the_shapes_that_fix_th
     message = str(raised.value)
     assert message.startswith("the number of groups of 1 convolution(s) varies with the inputs")
     assert "aten.conv2d.default at %conv2d" in message
-    fixed = eval(message.partition("pass ")[2])
+    fixed = eval(message.partition("dynamic_shapes=")[2])
     assert fixed == {"x": {2: Dim.AUTO, 3: Dim.AUTO}, "z": {0: Dim.AUTO}}
     qmodel = quantize(model, "int8_static", [batch], dynamic_shapes=fixed)
     file = qfx.export.onnx(qmodel, tmp_path / "m.onnx")

@@ -59,7 +59,7 @@ def test_a_checkpoint_computes_what_the_graph_computes(here: None, checkpoint: P
 
 def test_a_checkpoint_that_needs_a_later_reader_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["version"]
-    for installed, message in (("0.9.11", f"needs compressed-tensors {needed}, and 0.9.11 is installed"), (needed, "")):
+    for installed, message in (("0.9.11", f"needs compressed-tensors {needed}, but 0.9.11 is installed"), (needed, "")):
         monkeypatch.setattr("quark_fx.export.runtime.transformers_runner.version", lambda _, found=installed: found)
         if message:
             with pytest.raises(ExportError, match=message):

@@ -287,5 +287,5 @@ def test_a_row_from_outside_runs_in_the_files_of_its_runtime_alone(tmp_path: Pat
     assert names["gizmo"] == {"seen by the row"}
     assert names["onnx"]
     assert "seen by the row" not in names["onnx"]
-    with pytest.raises(ExportError, match="has that name"):
+    with pytest.raises(ExportError, match="already uses that name"):
         register_workaround("row scales", row)

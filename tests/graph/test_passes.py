@@ -441,7 +441,7 @@ def test_a_pass_does_not_take_the_name_of_another_module() -> None:
     def fold_batch_norm(gm: GraphModule) -> int:
         return 0
 
-    with pytest.raises(qfx.ConfigError, match=r"quark_fx\.passes\.fold_batch_norm.* has that name"):
+    with pytest.raises(qfx.ConfigError, match=r"quark_fx\.passes\.fold_batch_norm.* already uses that name"):
         graph_pass()(fold_batch_norm)
     assert PASSES["fold_batch_norm"] is known
 
@@ -534,7 +534,7 @@ def test_a_pass_that_writes_into_a_weight_of_the_caller_is_named(write: Callable
         return 1
 
     model, x = linear()
-    with pytest.raises(qfx.PassError, match=r"pass writes wrote into 0\.weight, which the caller's model shares"):
+    with pytest.raises(qfx.PassError, match=r"pass writes wrote into 0\.weight, which the caller's model also uses"):
         run_passes(capture(model, x), [writes])
 
 

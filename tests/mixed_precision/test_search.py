@@ -452,7 +452,7 @@ def test_a_latency_is_a_share_of_float_or_a_time(given: Any, expected: float) ->
 
 @pytest.mark.parametrize("given", ["12", "fast", "0ms", "-1ms", 0.0, -0.5, math.inf, math.nan])
 def test_what_is_no_latency_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"latency (of Budget must be|must be positive|is a fraction)"):
+    with pytest.raises(ConfigError, match=r"latency (of Budget must be|must be positive|must be a fraction)"):
         Budget(latency=given)
 
 

@@ -539,7 +539,7 @@ def test_a_model_elsewhere_than_on_a_cpu_is_refused() -> None:
 
 def test_a_compiled_model_is_neither_copied_nor_pickled() -> None:
     compiled = quantized(flat, STATIC, ROWS).compile()
-    with pytest.raises(qfx.QuarkError, match="compile the quantized model again"):
+    with pytest.raises(qfx.QuarkError, match="load it at the destination, and compile it again"):
         copy.deepcopy(compiled)
 
 

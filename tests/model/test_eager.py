@@ -574,7 +574,7 @@ def test_trained_parts_of_parameters_are_refused_until_they_are_converted() -> N
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.1)
-    with pytest.raises(qfx.QuarkError, match=r"parts of attend.in_proj_weight.*convert\(\) first"):
+    with pytest.raises(qfx.QuarkError, match=r"slices of attend.in_proj_weight.*convert\(\) first"):
         trained.eager()
     converted = trained.convert()
     require_same(converted, converted.eager(), rand(2, 5, 8, seed=3))

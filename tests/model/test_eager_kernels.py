@@ -41,7 +41,7 @@ STATIC = QuantConfig(weight=CHANNEL, input=TensorSpec(format=UINT8))
 NARROW = CHANNEL.replace(reduce_range=True)
 """Sums of pairs of any 8-bit codes fit 16 bits, so that every x64 processor has kernels."""
 PER_TOKEN = STATIC.replace(weight=NARROW, input=TOKEN)
-LOOP, PRODUCT = "built with torch.compile", "aten._int_mm"
+LOOP, PRODUCT = "loop over codes", "aten._int_mm"
 
 ROWS = rand(2, 3, 128)
 

@@ -231,7 +231,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
 def test_a_model_of_the_version_before_is_replaced_with_its_tensors(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text('{"version": 2, "nodes": []}')
     (tmp_path / "model.safetensors").write_bytes(b"of version 2")
-    with pytest.raises(QuarkError, match="has format version 2, this quark_fx reads 4; save the model again"):
+    with pytest.raises(
+        QuarkError, match="has format version 2, but this quark_fx reads version 4; save the model again"
+    ):
         qfx.load(tmp_path)
     new().save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name}

@@ -217,7 +217,9 @@ def test_a_name_that_no_directory_can_have_is_refused(name: str, tmp_path: Path)
 def test_another_version_is_refused(version: Any, remedy: str, stored: Path) -> None:
     document = json.loads((stored / "graph.json").read_text())
     (stored / "graph.json").write_text(json.dumps(document | {"version": version}))
-    with pytest.raises(qfx.QuarkError, match=rf"format version '?{version}'?, this quark_fx reads 4; {remedy}"):
+    with pytest.raises(
+        qfx.QuarkError, match=rf"format version '?{version}'?, but this quark_fx reads version 4; {remedy}"
+    ):
         qfx.load(stored)
 
 

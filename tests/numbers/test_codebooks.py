@@ -236,12 +236,12 @@ def test_tables_that_are_none_are_refused() -> None:
             Codebook("wrong", values, signs)
     with pytest.raises(ConfigError, match=r"not registered: call quark_fx\.formats\.register_format"):
         TensorSpec(format=Codebook("unknown", (-1.0, 1.0)))
-    with pytest.raises(ConfigError, match="has that name"):
+    with pytest.raises(ConfigError, match="already uses that name"):
         FORMATS.add(Codebook("int4", (-1.0, 1.0)), "int4")
     with pytest.raises(ConfigError, match="multiple of 8"):
         groups(VECTORS, 12)
     with pytest.raises(ConfigError, match="no ONNX type"):
         QuantConfig(weight=groups(VECTORS), target=ONNX)
     assert parse_format("int4") == INT4
-    with pytest.raises(ValueError, match="holds 8 values"):
+    with pytest.raises(ValueError, match="has 8 values"):
         VECTORS.codes_shape((3, 12))

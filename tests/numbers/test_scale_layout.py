@@ -92,7 +92,7 @@ def test_pieces_cover_the_rows_and_cut_through_no_block() -> None:
 
 
 def test_an_axis_beyond_the_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="axis 2 of a tensor with 2 dimensions"):
+    with pytest.raises(ValueError, match="axis 2 does not exist in a tensor with 2 dimensions"):
         Layout.of((2, 3), 2, 0)
 
 

@@ -308,7 +308,7 @@ def test_verify_names_the_processor_where_it_saturates(files: dict[str, Any], mo
     assert not found.cause
     monkeypatch.setattr(where, lambda: True)
     found = qfx.verify(qmodel, saturating, [DATA[0] * 9])
-    assert "in pairs in 16 bits" in found.cause
+    assert "adds pairs of 8-bit products in 16 bits" in found.cause
     assert found.cause in str(found)
     exact = qfx.verify(qmodel, files["static"][1], [DATA[0]])
     assert not exact.cause
@@ -323,7 +323,7 @@ def test_verify_names_the_processor_for_the_vendors_nodes_too(
     monkeypatch.setattr("quark_fx.export.runtime.verification.adds_pairs_in_16_bits", lambda: True)
     found = qfx.verify(other, file, [DATA[0] * 9])
     assert found.max_steps > 1
-    assert ("in pairs in 16 bits" in found.cause) == (name == "static, free")
+    assert ("adds pairs of 8-bit products in 16 bits" in found.cause) == (name == "static, free")
 
 
 SOLVERS: list[Any] = [

@@ -70,7 +70,9 @@ def define(name: str, kind: str) -> Any:
 def test_a_name_belongs_to_the_module_that_registered_it(kind: str, taken: str, owner: str, free: str) -> None:
     translation_table()  # imports the lowerings of the package
     before = [dict(registry) for registry in Registry.every]
-    with pytest.raises(qfx.QuarkError, match=rf"{__name__}.* registers .*, but {owner} has that name, .*another name"):
+    with pytest.raises(
+        qfx.QuarkError, match=rf"{__name__}.* registers .*, but {owner} already uses that name, .*another name"
+    ):
         define(taken, kind)
     assert before == [dict(registry) for registry in Registry.every]
     define(free, kind)
@@ -92,7 +94,9 @@ def test_an_observer_of_a_cell_that_ran_twice_is_stored(tmp_path: Path) -> None:
 def test_another_definition_of_the_same_module_is_refused() -> None:
     """Two classes that share a name would be written and read as one."""
     define("MineToo", "observer")
-    with pytest.raises(qfx.ConfigError, match=r"Mine_Too registers observer 'mine_too', but .*MineToo has that name"):
+    with pytest.raises(
+        qfx.ConfigError, match=r"Mine_Too registers observer 'mine_too', but .*MineToo already uses that name"
+    ):
         define("Mine_Too", "observer")
 
 
@@ -298,7 +302,7 @@ def test_a_file_that_runs_and_is_imported_too_defines_each_name_once(
     exec(compile(text, "twice_run.py", "exec"), {"__name__": "__main__"})
     importlib.import_module("twice_run")
     with pytest.raises(
-        qfx.ConfigError, match=r"another_file.twice_defined registers .* but twice_run.twice_defined has"
+        qfx.ConfigError, match=r"another_file.twice_defined registers .* but twice_run.twice_defined already uses"
     ):
         importlib.import_module("another_file")
 
