@@ -76,7 +76,10 @@ def quantize(
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare files and checkpoints with torch on the first batch.")] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, the memory it is expected to take, and the least time.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the plan, the expected memory use of the run, and a lower bound on its time."
+        ),
     ] = False,
     html: Html = None,
     json: Json = False,

@@ -222,7 +222,9 @@ def plan(
         if floats[name]:
             reasons.setdefault(name, f"fused with {floats[name][0]}, which stays in float")
         elif other := [n for n in group if specs[n] != specs[name]]:
-            errors[name] = f"servers fuse it with {other[0]}, which has another scheme; give both the same"
+            errors[name] = (
+                f"servers fuse this layer with {other[0]}, which has another scheme; give both the same scheme"
+            )
     biases = {
         n.removesuffix(_BIAS): t.shape[0] for n, t in source.tensors.items() if n.endswith(_BIAS) and len(t.shape) == 1
     }

@@ -181,7 +181,7 @@ def parse_bytes(limit: int | str | None, name: str) -> int | None:
 IN_RESOURCES: Final = {
     field.name: f"; {field.name} belongs in the resources: write resources=Resources({field.name}=...)"
     for field in fields(Resources)
-} | {"streamed": "; streamed belongs in the resources: write resources=Resources(output_dir=...)"}
+} | {"streamed": "; to stream the run, write resources=Resources(output_dir=...)"}
 """Hints for arguments that are fields of `Resources`, by argument name."""
 
 

@@ -178,7 +178,7 @@ class Signature:
         if nested is not None:
             return repr(nested)
         listed = ", ".join(f"{size} for {name}" for name, size in sizes.items())
-        return f"a mapping by the parameters of forward, nested as the batch is, with {listed}"
+        return f"(a dict keyed by the parameter names of forward and nested like the batch, with {listed})"
 
     def _without_fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, captured in self.fixed_arguments.items():

@@ -80,9 +80,7 @@ class Inspection:
         return [
             f"{len(self.runtime.quantized)} of {len(self.runtime.nodes)} nodes run in integers on this processor, "
             f"{self.runtime.conversions} conversions between them, opset {self.runtime.opset}",
-            f"{inexact} of them are not exact on x64 processors without VNNI"
-            if inexact
-            else "exact on every processor",
+            f"{inexact} nodes are not exact on x64 processors without VNNI" if inexact else "exact on every processor",
         ]
 
     def to_dict(self, *, every: bool = True) -> dict[str, Any]:

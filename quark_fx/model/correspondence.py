@@ -392,8 +392,8 @@ def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:
         return
     if isinstance(attribute, Tensor) and not torch.equal(attribute.to(tensor.device), tensor):
         raise QuarkError(
-            f"the tensor {name}, which is not a parameter of the model, changed; make it a parameter or buffer, or "
-            "call the quantized model itself"
+            f"the tensor {name} of the model has changed since the graph was captured, and is not a parameter; make "
+            "it a parameter or buffer, or call the quantized model instead"
         )
 
 
@@ -427,8 +427,8 @@ def _require_unchanged(node: Node, constant: Constant) -> None:
     """Raise `QuarkError` if a tensor that is not a parameter of the model has changed."""
     if not constant.is_float or digest(constant.tensor) != node.meta["digest"]:
         raise QuarkError(
-            f"the tensor {node.meta['parameter']}, which is not a parameter of the model, changed; make it a parameter "
-            "or buffer, or call the quantized model itself"
+            f"quantization changed the tensor {node.meta['parameter']}, which is not a parameter of the model, so the "
+            "model cannot store the change; make it a parameter or buffer, or call the quantized model instead"
         )
 
 

@@ -134,7 +134,10 @@ def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
     if _is_ours(output / _REMOVED):
         _remove(output / _REMOVED)
     if checkpoint is not None and Path(checkpoint).absolute() == output.absolute():
-        raise ConfigError(f"checkpoint and output_dir are both {output}; choose another directory for finished blocks")
+        raise ConfigError(
+            f"checkpoint and output_dir are both {output}; choose another directory for checkpoint, which holds the "
+            "finished blocks"
+        )
     if checkpoint is not None and Path(checkpoint).parent == output:
         run_files.add(Path(checkpoint).name)
     if _is_ours(output / _UNFINISHED):  # from an interrupted run, which may have been saving

@@ -470,7 +470,8 @@ class Codebook(Format):
             raise ConfigError(f"the numbers of codebook {self.name!r} must increase")
         if self.signs and (table.dim() == 1 or bool((table < 0).any())):
             raise ConfigError(
-                f"signs require vectors of nonnegative magnitudes; codebook {self.name!r} has other values"
+                f"signs=True requires vectors of nonnegative magnitudes; codebook {self.name!r} has "
+                f"{'numbers instead of vectors' if table.dim() == 1 else 'negative magnitudes'}"
             )
         if self.bits > 31:
             raise ConfigError(f"codebook {self.name!r} needs {self.bits} bits; a code has at most 31")

@@ -261,7 +261,7 @@ class _Site:
             value = _Value(linear, mapping, op.input, along.flatten().to(device), factor)
             values.setdefault((linear.activation, op.input), value)
         if site.keeps_mean:
-            reason = "the rotation has to keep means"
+            reason = "the rotation must preserve the mean of each vector, which the norm subtracts"
         elif zeros:
             reason = "a factor of its norm is zero"
         elif values:

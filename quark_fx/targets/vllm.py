@@ -17,7 +17,7 @@ _LARGEST = 1024
 
 def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:
     if "linear" not in kinds or "head" in kinds:
-        return "vLLM rotates inputs of linear layers at run time, but not of heads, experts, or keys"
+        return "vLLM rotates inputs of linear layers at run time, but not of output heads, experts, or attention keys"
     if has_bias:
         return "vLLM does not rotate inputs of layers with a bias at run time"
     if size > _LARGEST:

@@ -381,7 +381,7 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
             exclude=FLOAT_ENDS,
             overrides=(Override(pattern="*.q_proj", weight=FOURS.replace(group_size=16)),),
         ),
-        "q_proj: AWQ needs one bit width and one group size for all layers, here 4 and 32",
+        "q_proj: AWQ needs one bit width and one group size for all layers; most have 4 bits and a group size of 32",
     ),
     "nothing": ("awq", QuantConfig(), "no weight is quantized"),
 }

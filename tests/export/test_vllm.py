@@ -417,7 +417,7 @@ def test_transformers_is_not_asked_for_what_a_rotated_checkpoint_means(tmp_path:
 WHOLE = Rotate(streams=False, overhead=9)
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
-HEAD = "vLLM rotates inputs of linear layers at run time, but not of heads, experts, or keys"
+HEAD = "vLLM rotates inputs of linear layers at run time, but not of output heads, experts, or attention keys"
 BIAS = "vLLM does not rotate inputs of layers with a bias at run time"
 LARGE = "vLLM supports rotations of size up to 1024 at run time, not 2048; set block=64 in Rotate"
 
@@ -470,7 +470,7 @@ def rotate_whatever_the_target(gm: GraphModule) -> int:
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("Qwen2", {}, rf"q_proj: its input is rotated, but {BIAS}; .*the pass \(only=\)"),
+        ("Qwen2", {}, rf"q_proj: its input is rotated, but {BIAS}; .*the pass's only="),
         ("Llama", {"intermediate_size": 2048}, f"down_proj: its input is rotated, but {LARGE}"),
         ("Llama", {"tie_word_embeddings": False}, f"lm_head: its input is rotated, but {HEAD}"),
     ],

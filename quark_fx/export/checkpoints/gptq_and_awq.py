@@ -45,8 +45,9 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
         if (weight.format.bits, row_or_group(weight, groups)) != common:
             size = "all inputs" if common[1] == -1 else common[1]
             raise ExportError(
-                f"{form} needs one bit width and one group size for all layers, here {common[0]} and {size}; give this "
-                "layer the same bit width, and all layers a group_size that divides their inputs"
+                f"{form} needs one bit width and one group size for all layers; most have {common[0]} bits "
+                f"and a group size of {size}; give this layer the same bit width, and all layers a group_size that "
+                "divides their number of inputs"
             )
         return {}
 

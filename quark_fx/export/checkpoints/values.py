@@ -409,7 +409,7 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
     return layers
 
 
-_UNROTATED = f"{UNROTATED}, or exclude this layer from the pass (only=)"
+_UNROTATED = f"{UNROTATED}, or leave this layer out with the pass's only="
 
 
 def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated | None, *, is_head: bool) -> str:

@@ -27,7 +27,7 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
         Declined: If the format or layout is not supported.
     """
     if not weight.format.is_integer or weight.format.bits > 8:
-        raise Declined(f"its weight is {weight.format}; integer kernels read at most 8 bits")
+        raise Declined(f"its weight is {weight.format}; integer kernels read integers of at most 8 bits")
     weight = weight.signed()
     if not weight.is_symmetric:
         raise Declined("its weight has zero points")
@@ -63,7 +63,7 @@ class Unsigned:
         rounded = rounded or product.read
         fmt = rounded.format
         if not fmt.is_integer or fmt.bits > 8:
-            raise Declined(f"its activation is {fmt}; integer kernels read at most 8 bits")
+            raise Declined(f"its activation is {fmt}; integer kernels read integers of at most 8 bits")
         shift = -fmt.qmin
         codes, scale, zero_point = rounded.codes, rounded.scale, rounded.zero_point
         if shift:

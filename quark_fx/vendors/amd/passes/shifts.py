@@ -236,7 +236,9 @@ class _Program:
             upper, free[0, below], lower[1, below] = free, 0, -calibrated[below]
         for which in (up & ~constant, up & constant & ~self.free_biases, ~up & ~constant, np.full(lower.shape, True)):
             bits = solve(which)
-            assert bits is not None, "activations at 7, and weights and biases at 0, satisfy all constraints"
+            assert bits is not None, (
+                "no solution, although activations at 7, and weights and biases at 0, satisfy all constraints"
+            )
             lower[which] = upper[which] = bits[which]
         return np.asarray(lower[1] + lower[2] - lower[0])
 
