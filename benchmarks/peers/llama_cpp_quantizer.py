@@ -24,7 +24,7 @@ from benchmarks.peers.worker import work
 
 def run(path: Path) -> None:
     """Do the job of the JSON file at `path`."""
-    import llama_cpp  # type: ignore[import-not-found]
+    import llama_cpp
 
     options = json.loads(path.read_text(encoding="utf-8"))
     params = llama_cpp.llama_model_quantize_default_params()

@@ -48,7 +48,7 @@ def gptqmodel(checkpoint: Path, tokens: Tensor) -> Tensor:
 
 def llama_cpp(checkpoint: Path, tokens: Tensor) -> Tensor:
     """Load with llama-cpp-python, which rounds activations to 8 bits."""
-    from llama_cpp import Llama  # type: ignore[import-not-found]
+    from llama_cpp import Llama
 
     model = Llama(str(checkpoint), n_ctx=tokens.shape[1], logits_all=True, n_threads=1, verbose=False)
     found = []

@@ -14,6 +14,7 @@ from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.checkpoint_runners import CHECKPOINT_RUNNERS
 from quark_fx.export.runtime.decoding import is_generation_folder
 from quark_fx.export.runtime.runners import RUNNERS
 from quark_fx.model.quantized_model import QuantizedModel
@@ -43,8 +44,8 @@ def verify(
     runtime: Annotated[
         str | None,
         typer.Option(
-            help=f"Runtime of the file: {', '.join(RUNNERS)}, transformers, or torch; default: transformers for "
-            "checkpoints and .gguf, else onnxruntime."
+            help=f"Runtime of the file: {', '.join((*RUNNERS, *CHECKPOINT_RUNNERS))}, or torch; default: "
+            "transformers for checkpoints and .gguf, else onnxruntime."
         ),
     ] = None,
     decode_steps: Annotated[

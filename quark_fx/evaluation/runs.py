@@ -19,6 +19,7 @@ from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
 from quark_fx.checkpoints.open_checkpoint import limited_modules, open_checkpoint, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors, scale_positions
+from quark_fx.export.runtime.checkpoint_runners import CHECKPOINT_RUNNERS
 from quark_fx.export.runtime.runners import RUNNERS, FileRunner, Runner, TorchRunner
 from quark_fx.model.serialization import load
 
@@ -32,20 +33,24 @@ def runner_of(model: Any, runtime: str | None = None) -> Runner:
     Args:
         model: Module in eval mode; result of `quantize`; function that is called like the model; path of an ONNX file,
             a GGUF file, a checkpoint, or a directory that `save` wrote; or a runner.
-        runtime: Runtime of a file: `"onnxruntime"`, or the `onnx.runtime` of another target. Default: ONNX Runtime for
-            ONNX files, and torch for other models.
+        runtime: Runtime of a file: `"onnxruntime"`, the `onnx.runtime` of another target, or, in a separate process
+            for each batch, `"transformers"` or `"llama.cpp"`. Default: ONNX Runtime for ONNX files, and torch for other
+            models.
 
     Raises:
         QuarkError: If the type of the model is not supported, or a path cannot be read.
     """
     if runtime is not None:
-        if runtime not in RUNNERS or not isinstance(model, str | os.PathLike):
+        runtimes: dict[str, type[Runner]] = {**RUNNERS, **CHECKPOINT_RUNNERS}
+        if runtime not in runtimes or not isinstance(model, str | os.PathLike):
             what = model if isinstance(model, str | os.PathLike) else f"a {type(model).__name__}"
             raise QuarkError(
                 f"runtime={runtime!r} cannot open {what}; pass the path of a file for "
-                f"{' or '.join(map(repr, RUNNERS))}, or omit runtime"
+                f"{' or '.join(map(repr, runtimes))}, or omit runtime"
             )
-        return _opened(Path(model), runtime)
+        return (
+            CHECKPOINT_RUNNERS[runtime](Path(model)) if runtime in CHECKPOINT_RUNNERS else _opened(Path(model), runtime)
+        )
     model = open_model(model) if isinstance(model, str | os.PathLike) else model
     return model if isinstance(model, Runner) else TorchRunner(model)
 

@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,8 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime import checkpoint_process
-from quark_fx.export.runtime.transformers_runner import TransformersRunner
+from quark_fx.export.runtime.checkpoint_runners import CHECKPOINT_RUNNERS, LlamaCppRunner, TransformersRunner
+from quark_fx.export.runtime.rounding_noise import outputs_with_rounded_inputs
 from quark_fx.presets import INT4_WEIGHT_ONLY
 
 CONFIG: QuantConfig = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=FLOAT_ENDS)
@@ -60,7 +62,7 @@ def test_a_checkpoint_computes_what_the_graph_computes(here: None, checkpoint: P
 def test_a_checkpoint_that_needs_a_later_reader_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["version"]
     for installed, message in (("0.9.11", f"needs compressed-tensors {needed}, but 0.9.11 is installed"), (needed, "")):
-        monkeypatch.setattr("quark_fx.export.runtime.transformers_runner.version", lambda _, found=installed: found)
+        monkeypatch.setattr("quark_fx.export.runtime.checkpoint_runners.version", lambda _, found=installed: found)
         if message:
             with pytest.raises(ExportError, match=message):
                 TransformersRunner(checkpoint)
@@ -122,6 +124,117 @@ def test_a_gguf_file_that_transformers_does_not_read_may_still_be_right(
         TransformersRunner(tmp_path / "llm.gguf")(IDS)
 
 
+class Llama:
+    """A stand-in for `llama_cpp.Llama`: transformers computes, and inputs of matrices are rounded to 8 bits."""
+
+    factor = 1.0  # of the last matrix
+
+    def __init__(self, path: str, *, n_ctx: int, n_threads: int, logits_all: bool, verbose: bool) -> None:
+        assert logits_all
+        assert verbose  # its log says why a file does not load
+        self.model = checkpoint_process._load(Path(path)).eval()
+        self.scores = np.zeros((n_ctx, self.model.config.vocab_size), dtype=np.float32)
+        self.tokens: list[int] = []
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda module, read: (self.rounded(read[0]),))
+        self.model.lm_head.weight.data *= self.factor
+
+    @staticmethod
+    def rounded(x: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, 32))
+        scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return ((blocks / scale).round() * scale).flatten(-2)
+
+    def reset(self) -> None:
+        self.tokens = []
+
+    def eval(self, tokens: list[int]) -> None:
+        assert not self.tokens  # each sequence starts anew
+        self.tokens = tokens
+        self.scores[: len(tokens)] = self.model(torch.tensor([tokens])).logits[0].detach().numpy()
+
+
+@pytest.fixture
+def llama_cpp(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+
+
+def test_llama_cpp_may_round_its_inputs_but_not_compute_other_values(
+    llama_cpp: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    qmodel = quantized(CONFIG)
+    path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
+    runner = qfx.evaluation.runner_of(path, "llama.cpp")
+    logits = runner({"input_ids": IDS})["logits"]
+    found = qfx.verify(qmodel, path, BATCHES, runtime="llama.cpp")
+    assert (found.runtime, [d.name for d in found.differences]) == ("llama.cpp", ["logits"])
+    assert found["logits"].max_abs > 1e-4  # of the rounding
+    assert found.verdict.startswith("correct")
+    torch.testing.assert_close(logits, qmodel(IDS).logits, atol=found["logits"].max_abs, rtol=0)
+    monkeypatch.setattr(Llama, "factor", 1.5)
+    assert qfx.verify(qmodel, path, BATCHES, runtime="llama.cpp").verdict == "wrong, from logits on"
+
+
+def test_inputs_of_weights_alone_are_rounded() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.odd = nn.Linear(64, 64, bias=False), nn.Linear(24, 8, bias=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.linear(x), x @ x.mT, self.odd(y)  # 32 does not divide 24
+
+    x, y = rand(4, 64), rand(4, 24)
+    qmodel = quantize(seeded(Products()), "int8_weight_only", [(x, y)])
+    with torch.no_grad():
+        expected = qmodel(Llama.rounded(x), y)[0], *qmodel(x, y)[1:]
+        assert not torch.equal(expected[0], qmodel(x, y)[0])
+    for ours, theirs in zip(outputs_with_rounded_inputs(qmodel.graph_module, [x, y], 32), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_llama_cpp_runs_token_ids_without_padding(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"model is not a \.gguf file, so llama\.cpp cannot read it"):
+        LlamaCppRunner(tmp_path / "model")
+    (tmp_path / "model.gguf").touch()
+    runner = LlamaCppRunner(tmp_path / "model.gguf")
+    ones = torch.ones_like(IDS)
+    assert (
+        runner.arguments((IDS, ones))
+        == runner.arguments({"input_ids": IDS, "use_cache": False})
+        == ((), {"input_ids": IDS})
+    )
+    for batch, message in (
+        ({"input_ids": IDS, "attention_mask": ones.tril()}, "does not run padded batches"),
+        ({"input_ids": IDS, "position_ids": IDS}, "the batch has position_ids; pass batches of input_ids"),
+        ((IDS, ones, IDS), "the batch has 3 arguments"),
+        (rand(2, 3), "token ids; pass batches of input_ids of shape"),
+        ({"inputs_embeds": rand(1, 2, 3)}, "the batch has inputs_embeds"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            runner.arguments(batch)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "hint"),
+    [
+        (1, "ModuleNotFoundError: No module named 'llama_cpp'", "Install llama.cpp: pip install llama-cpp-python"),
+        (1, "ValueError: Failed to load model from file", "loads only files with a tokenizer: pass tokenizer= to"),
+        (-4, "", "killed by signal 4, an illegal instruction: .* CMAKE_ARGS=-DGGML_NATIVE=OFF pip install"),
+        (-9, "", "killed by signal 9, often because memory ran out"),
+    ],
+)
+def test_an_error_of_llama_cpp_has_a_next_step(
+    code: int, said: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llm.gguf").touch()
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: CompletedProcess([], code, "", said))
+    with pytest.raises(ExportError, match=rf"llama\.cpp does not load or run .*\n(.*\n)?.*{hint}"):
+        LlamaCppRunner(tmp_path / "llm.gguf")(IDS)
+
+
 def test_outputs_have_names() -> None:
     x, y = rand(2, 3), rand(2)
     found = checkpoint_process.named_tensors({"a": (x, [y, 3]), "b": None})
@@ -148,6 +261,6 @@ def test_rounding_noise_alone_is_correct_and_a_wrong_output_is_wrong(
     answer = {name: value.clone() for name, value in qmodel(x).items()}
     answer["logits"] *= change
     answer["noise"] += 2e-7
-    runner = SimpleNamespace(results=lambda batches: [answer])
-    monkeypatch.setattr("quark_fx.export.runtime.verification.TransformersRunner", lambda path: runner)
+    runner = SimpleNamespace(runtime="transformers", outputs=None, results=lambda batches: [answer])
+    monkeypatch.setitem(CHECKPOINT_RUNNERS, "transformers", lambda path: runner)
     assert qfx.verify(qmodel, tmp_path, [x], runtime="transformers").verdict == verdict

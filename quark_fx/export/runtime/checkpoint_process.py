@@ -1,4 +1,4 @@
-"""A script, run as a separate process, that loads a checkpoint with transformers and runs batches.
+"""A script, run as a separate process, that loads a checkpoint with transformers or llama.cpp and runs batches.
 
 It does not import this package: changes that this package makes to transformers in the quantizing process cannot affect
 the results. Its memory is freed when it ends.
@@ -32,16 +32,35 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _named(item, f"{name}.{key}" if name else str(key))
 
 
-def answers(path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
-    """Return the named outputs of a checkpoint's model for each batch.
+Batches = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+"""Positional and keyword arguments of a model, one pair per batch."""
 
-    Args:
-        path: Checkpoint directory or GGUF file.
-        batches: Positional and keyword arguments of the model, one pair per batch.
-    """
+
+def in_transformers(path: Path, batches: Batches) -> list[dict[str, Tensor]]:
+    """Return the named outputs that transformers computes from a checkpoint directory or GGUF file for each batch."""
     model = _load(path).eval()
     with torch.no_grad():
         return [named_tensors(model(*args, **kwargs)) for args, kwargs in batches]
+
+
+def in_llama_cpp(path: Path, batches: Batches) -> list[dict[str, Tensor]]:
+    """Return the logits that llama.cpp computes from a GGUF file for each batch of `input_ids`.
+
+    One context with room for the longest sequence runs all sequences, one after another.
+    """
+    from llama_cpp import Llama
+
+    tokens = [kwargs["input_ids"] for _, kwargs in batches]
+    longest = max(ids.shape[1] for ids in tokens)
+    # Its log, which says why a file does not load, goes to stderr.
+    model = Llama(str(path), n_ctx=longest, n_threads=torch.get_num_threads(), logits_all=True, verbose=True)
+
+    def logits(row: list[int]) -> Tensor:
+        model.reset()
+        model.eval(row)
+        return torch.tensor(model.scores[: len(row)], dtype=torch.float32)
+
+    return [{"logits": torch.stack([logits(row) for row in ids.tolist()])} for ids in tokens]
 
 
 def _load(path: Path) -> Any:
@@ -75,16 +94,20 @@ def scale_positions(model: Any, path: Path) -> Any:
     return model
 
 
-def main(path: str, given: str, made: str) -> None:
-    """Run the batches in the file `given`, and write the model's outputs to the file `made`."""
-    torch.save(answers(Path(path), torch.load(given, map_location="cpu", weights_only=True)), made)
+RUNTIMES = {"transformers": in_transformers, "llama.cpp": in_llama_cpp}
+"""Functions that run a checkpoint, by the name of the runtime."""
+
+
+def main(runtime: str, path: str, given: str, made: str) -> None:
+    """Run the batches in the file `given`, and write the outputs of a checkpoint to the file `made`."""
+    torch.save(RUNTIMES[runtime](Path(path), torch.load(given, map_location="cpu", weights_only=True)), made)
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except Exception as error:  # any error of transformers, reported to the calling process
+    except Exception as error:  # any error of the runtime, reported to the calling process
         sys.exit(f"{type(error).__name__}: {error}")
 
 
-__all__ = ["FREQUENCIES", "answers", "named_tensors", "scale_positions"]
+__all__ = ["FREQUENCIES", "RUNTIMES", "named_tensors", "scale_positions"]

@@ -20,11 +20,16 @@ from quark_fx.config.target import TARGETS
 from quark_fx.engine.calibration_data import first_sample
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
+from quark_fx.export.runtime.checkpoint_runners import (
+    CHECKPOINT_RUNNERS,
+    CheckpointRunner,
+    LlamaCppRunner,
+    is_checkpoint,
+)
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
-from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings
+from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings, outputs_with_rounded_inputs
 from quark_fx.export.runtime.runners import RUNNERS, FileInput, FileRunner, OnnxRuntimeRunner
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits
-from quark_fx.export.runtime.transformers_runner import TransformersRunner, is_checkpoint
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
 from quark_fx.graph.operators import argument
 from quark_fx.graph.random_draws import random_draws
@@ -76,7 +81,7 @@ class Verification:
     Attributes:
         differences: Differences of the compared values.
         skipped: Names of quantized values that could not be compared separately: ONNX Runtime does not output 4-bit
-            codes, codes of 8-bit floats, or codes inside a kernel.
+            codes, codes of 8-bit floats, or codes inside a kernel. For llama.cpp, names of outputs other than logits.
         cause: Effect of this processor's arithmetic that explains a difference of more than one step; empty if none.
         runtime: Name of the runtime that ran the file.
         decode_steps: Number of decode steps after the prompts, for a generation folder; `differences` has an entry for
@@ -193,8 +198,10 @@ def verify(
     quantized values are in `skipped`. The unmodified file also runs: outputs that differ from the run with codes as
     outputs are in `shipped`, and affect the verdict.
 
-    Checkpoints and GGUF files are loaded by transformers in a separate process. Results of `QuantizedModel.save` are
-    loaded by `quark_fx.load` and run in torch.
+    Checkpoints and GGUF files are loaded by transformers, or with `runtime="llama.cpp"` by llama.cpp
+    (llama-cpp-python), in a separate process. llama.cpp rounds the inputs of quantized matrices to 8 bits; the verdict
+    allows for the difference that this makes in torch. Results of `QuantizedModel.save` are loaded by `quark_fx.load`
+    and run in torch.
 
     For a folder of graphs with a KV cache, torch decodes greedily, and the folder decodes the same tokens. The logits
     of each step are compared: `prompt`, `step 1`, and so on.
@@ -209,9 +216,9 @@ def verify(
         optimize: Whether ONNX Runtime may fuse integer kernels; default: yes, except for 8-bit floats and 32-bit
             activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` that override `optimize`.
-        runtime: Runtime of the file, on the CPU: `"onnxruntime"`; or `"transformers"`, `"torch"`, or a runtime of
-            another target, for which `per_node`, `optimize`, and `session_options` do not apply. Default: transformers
-            for checkpoints and GGUF files, torch for saved models, and ONNX Runtime for all other files.
+        runtime: Runtime of the file, on the CPU: `"onnxruntime"`; or `"transformers"`, `"llama.cpp"`, `"torch"`, or a
+            runtime of another target, for which `per_node`, `optimize`, and `session_options` do not apply. Default:
+            transformers for checkpoints and GGUF files, torch for saved models, and ONNX Runtime for all other files.
         decode_steps: Number of tokens to decode after each batch of prompts, in a folder that decodes.
 
     Raises:
@@ -219,7 +226,7 @@ def verify(
         ExportError: If the options do not apply to the runtime, batches are missing or empty, or the file
             cannot be loaded or has other inputs or outputs than the model.
     """
-    if runtime is not None and runtime not in (runtimes := (*RUNNERS, "transformers", "torch")):
+    if runtime is not None and runtime not in (runtimes := (*RUNNERS, *CHECKPOINT_RUNNERS, "torch")):
         raise unknown("runtime", runtime, runtimes)
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(
@@ -245,8 +252,8 @@ def verify(
         )
     if runtime == "torch":
         return _verify_saved(qmodel, Path(path), as_called(batches))
-    if runtime == "transformers":
-        return _verify_checkpoint(qmodel, Path(path), [*as_called(batches)])
+    if runtime in CHECKPOINT_RUNNERS:
+        return _verify_checkpoint(qmodel, CHECKPOINT_RUNNERS[runtime](Path(path)), [*as_called(batches)])
     _require_file(path)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
     try:
@@ -313,16 +320,21 @@ def verify(
     return result
 
 
-def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[str]) -> dict[str, Difference]:
+def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: Sequence[str]) -> dict[str, Difference]:
     """Return the change of each output in torch for one batch if every operator rounds slightly differently."""
-    gm = qmodel.graph_module
+    runs = (disturbed_outputs(qmodel.graph_module, leaves, seed) for seed in range(_ROUNDINGS))
+    return _moved(qmodel, leaves, names, runs)
+
+
+def _moved(
+    qmodel: QuantizedModel, leaves: list[Any], names: Sequence[str], runs: Iterable[list[Any]]
+) -> dict[str, Difference]:
+    """Return the difference of each output in torch for one batch from the outputs of runs with other arithmetic."""
     moved = _Comparison({}, _joined_parts(qmodel))
     with torch.no_grad():
-        ours = [value for value in gm(*leaves) if isinstance(value, Tensor)]
-    for seed in range(_ROUNDINGS):
-        for name, one, other in zip(
-            names, ours, (v for v in disturbed_outputs(gm, leaves, seed) if isinstance(v, Tensor)), strict=True
-        ):
+        ours = [value for value in qmodel.graph_module(*leaves) if isinstance(value, Tensor)]
+    for run in runs:
+        for name, one, other in zip(names, ours, (v for v in run if isinstance(v, Tensor)), strict=True):
             moved.add(name, one, other)
     return {difference.name: difference for difference in moved.differences()}
 
@@ -393,28 +405,42 @@ def _judged(
     return replace(result, wrong=wrong or next((d.name for d in result.comparable if not is_rounding(d)), ""))
 
 
-def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -> Verification:
-    """Compare every output with the output of the model that transformers loads from a checkpoint."""
+def _verify_checkpoint(qmodel: QuantizedModel, runner: CheckpointRunner, batches: list[Any]) -> Verification:
+    """Compare every output with the output of the model that another library loads from a checkpoint."""
     if not batches:
         raise ExportError(_NO_BATCH)
     flat = [qmodel.signature.flatten(*split_batch(batch)) for batch in batches]
     for number, leaves in enumerate(flat):  # before starting a process
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(_known_steps(qmodel))
-    for batch, results in zip(batches, TransformersRunner(path).results(batches), strict=True):
+    names, left_out = dict[str, None](), dict[str, None]()
+    for batch, results in zip(batches, runner.results(batches), strict=True):
         for name, ours in named_tensors(qmodel.run_batch(batch)).items():
-            if name not in results:
+            names[name or "output"] = None
+            if name in results:
+                compared.add(name or "output", ours, results[name])
+            elif runner.outputs is None:
                 raise ExportError(
-                    f"the model in {path} does not return {name or 'a single tensor'}; pass the model that was "
+                    f"the model in {runner.path} does not return {name or 'a single tensor'}; pass the model that was "
                     "exported to it"
                 )
-            compared.add(name or "output", ours, results[name])
-    gm, names = qmodel.graph_module, list(compared.pairs)
+            else:
+                left_out[name or "output"] = None
+    if not compared.pairs:
+        raise ExportError(
+            f"{runner.runtime} returns {', '.join(runner.outputs or ())}, but the model returns "
+            f"{', '.join(left_out)}; pass the model that was exported to {runner.path}"
+        )
+    gm = qmodel.graph_module
     draws = random_draws(gm, qmodel.signature.output_names)
-    result = Verification(compared.differences(), runtime="transformers", draws=draws)
+    result = Verification(compared.differences(), tuple(left_out), runtime=runner.runtime, draws=draws)
     if result.first_wrong is None:
         return result
-    return _judged(result, _moved_by_rounding(qmodel, flat[0], names), ())
+    if isinstance(runner, LlamaCppRunner):
+        moved = _moved(qmodel, flat[0], [*names], [outputs_with_rounded_inputs(gm, flat[0], runner.block_size)])
+    else:
+        moved = _moved_by_rounding(qmodel, flat[0], [*names])
+    return _judged(result, moved, ())
 
 
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:

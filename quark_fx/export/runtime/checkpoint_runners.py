@@ -1,0 +1,234 @@
+"""Runners that load checkpoints in a separate process, with transformers or llama.cpp."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from signal import SIGILL
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from quark_fx.checkpoints.configuration import read_configuration, require_unrotated
+from quark_fx.checkpoints.files import GRAPH_FILE, is_float
+from quark_fx.errors import CheckpointError, ExportError
+from quark_fx.export.runtime import checkpoint_process
+from quark_fx.export.runtime.runners import Runner
+from quark_fx.graph.signature import split_batch
+
+_LAST_LINES = 5
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether transformers can read the path, which must be a directory or a GGUF file."""
+    return os.path.isdir(path) or path.suffix == ".gguf"  # os.path: False for names that no file can have
+
+
+class CheckpointRunner(Runner):
+    """A runner of a checkpoint that a separate process loads and runs: its memory is freed, and it may crash.
+
+    Attributes:
+        path: Path of the checkpoint.
+        outputs: Names of the outputs that the runtime returns; `None` if it returns all outputs of the model.
+    """
+
+    path: Path
+    outputs: ClassVar[tuple[str, ...] | None] = None
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Return the named outputs for a batch; each call loads the checkpoint again.
+
+        Raises:
+            ExportError: If the runtime does not load or run the checkpoint.
+        """
+        return next(self.results([batch]))
+
+    def results(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
+        """Yield the named outputs of each batch. One process runs all batches.
+
+        Raises:
+            ExportError: If the runtime does not load or run the checkpoint.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            batches_file, results_file = Path(folder) / "given.pt", Path(folder) / "made.pt"
+            torch.save([self.arguments(batch) for batch in batches], batches_file)
+            files = map(str, (self.path.absolute(), batches_file, results_file))
+            # -P: modules in the folder of the script must not shadow packages.
+            command = [sys.executable, "-P", checkpoint_process.__file__, self.runtime, *files]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+            if done.returncode:
+                said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
+                if done.returncode < 0:  # killed by a signal, so the process printed no reason
+                    said.append(f"the process was killed by signal {-done.returncode}{self.killed(-done.returncode)}")
+                raise ExportError(
+                    "\n".join([f"{self.runtime} does not load or run {self.path}:", *said, *self.hints(said)])
+                )
+            results: list[dict[str, Tensor]] = torch.load(results_file, weights_only=True)
+        yield from results
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments that the process passes to the model for a batch.
+
+        Raises:
+            ExportError: If the runtime cannot run the batch.
+        """
+        return split_batch(batch)
+
+    def killed(self, signal: int) -> str:
+        """Return the usual reason for which a signal ends the process, after a comma."""
+        return ", often because memory ran out"
+
+    @abstractmethod
+    def hints(self, said: list[str]) -> list[str]:
+        """Return next steps for an error, from the last lines that the process printed."""
+
+
+class TransformersRunner(CheckpointRunner):
+    """A runner of a checkpoint in transformers.
+
+    Args:
+        path: Checkpoint that `quark_fx.export.huggingface` or `gguf` wrote.
+
+    Raises:
+        ExportError: If `path` is not such a checkpoint, or transformers does not read it: rotations are missing, the
+            layout is ModelOpt's, or a newer compressed-tensors is needed.
+    """
+
+    runtime = "transformers"
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
+        if path.is_file() and path.suffix != ".gguf":
+            raise ExportError(
+                f"{path} is neither a directory nor a .gguf file, so transformers cannot read it; drop runtime="
+            )
+        if (path / GRAPH_FILE).is_file():
+            raise ExportError(f"{path} was written by qmodel.save, and transformers cannot read it; drop runtime=")
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ExportError(
+                f"{path} has no config.json; pass a directory that qfx.export.huggingface wrote, or a .gguf file"
+            )
+        if path.is_dir():
+            try:
+                config = read_configuration(path)
+                require_unrotated(config, path)
+            except CheckpointError as error:
+                raise ExportError(str(error)) from error
+            _require_version(config, path)
+        self.path = path
+
+    def hints(self, said: list[str]) -> list[str]:
+        if said and said[-1].startswith(("ImportError", "ModuleNotFoundError")):
+            return ["Install the package named above; compressed-tensors and GGUF do not need a package for kernels."]
+        if "GGUF model with architecture" in "".join(said[-1:]):
+            return [
+                "transformers does not support GGUF files of this architecture, so it cannot check the file: pass "
+                "runtime='llama.cpp'. On the command line, --no-verify skips the comparison."
+            ]
+        if self.path.suffix == ".gguf":
+            return [
+                "If the file is for llama.cpp, pass runtime='llama.cpp': transformers replaces some sizes by its "
+                "defaults, such as the size of Qwen3's heads."
+            ]
+        return []
+
+
+class LlamaCppRunner(CheckpointRunner):
+    """A runner of a GGUF file in llama.cpp (the package llama-cpp-python), which returns the logits of token ids.
+
+    llama.cpp loads only files with a tokenizer. It rounds the inputs of quantized matrices to 8 bits.
+
+    Args:
+        path: File that `quark_fx.export.gguf` or another tool wrote.
+
+    Raises:
+        ExportError: If `path` is not a GGUF file.
+    """
+
+    runtime = "llama.cpp"
+    outputs = ("logits",)
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix != ".gguf" or not path.is_file():
+            raise ExportError(f"{path} is not a .gguf file, so llama.cpp cannot read it; write it with qfx.export.gguf")
+        self.path = path
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = split_batch(batch)
+        named = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        ids, mask = named.pop("input_ids", None), named.pop("attention_mask", None)
+        if len(args) > 2 or any(isinstance(leaf, Tensor) for leaf in tree_leaves(named)):
+            raise ExportError(
+                f"llama.cpp runs token ids only, but the batch has {', '.join(named) or f'{len(args)} arguments'}; "
+                "pass batches of input_ids"
+            )
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or is_float(ids.dtype):
+            raise ExportError("llama.cpp runs token ids; pass batches of input_ids of shape (batch, length)")
+        if mask is not None and not bool(mask.bool().all()):
+            raise ExportError(
+                "llama.cpp does not run padded batches; pass sequences of equal length without padding in a batch"
+            )
+        return (), {"input_ids": ids}
+
+    def killed(self, signal: int) -> str:
+        if signal == SIGILL:
+            return (
+                ", an illegal instruction: llama-cpp-python was built for another processor; build it again with "
+                "CMAKE_ARGS=-DGGML_NATIVE=OFF pip install --force-reinstall --no-cache-dir llama-cpp-python"
+            )
+        return super().killed(signal)
+
+    def hints(self, said: list[str]) -> list[str]:
+        if said and said[-1].startswith(("ImportError", "ModuleNotFoundError")):
+            return ["Install llama.cpp: pip install llama-cpp-python"]
+        return ["llama.cpp loads only files with a tokenizer: pass tokenizer= to qfx.export.gguf."]
+
+    @property
+    def block_size(self) -> int:
+        """Largest number of inputs that llama.cpp rounds with one scale, which is the block size of the weights."""
+        import gguf
+
+        types = {tensor.tensor_type for tensor in gguf.GGUFReader(self.path).tensors}
+        return max(int(gguf.GGML_QUANT_SIZES[kind][0]) for kind in types)
+
+
+CHECKPOINT_RUNNERS: dict[str, type[TransformersRunner | LlamaCppRunner]] = {
+    cls.runtime: cls for cls in (TransformersRunner, LlamaCppRunner)
+}
+"""Classes that run checkpoints, by the name of their runtime."""
+
+
+def _require_version(config: dict[str, Any], path: Path) -> None:
+    """Raise `ExportError` if transformers does not read a checkpoint's layout, or needs a newer compressed-tensors."""
+    told = config.get("quantization_config")
+    if isinstance(told, dict) and told.get("quant_method") == "modelopt":
+        raise ExportError(
+            f"{path} has ModelOpt's layout, which vLLM reads and transformers does not; run it in vLLM, or export with "
+            "format='compressed-tensors'"
+        )
+    with suppress(PackageNotFoundError):  # transformers says that it is missing
+        if isinstance(told, dict) and told.get("quant_method") == "compressed-tensors":
+            needed, installed = str(told.get("version") or "0"), version("compressed-tensors")
+            if _numbers(installed) < _numbers(needed):
+                raise ExportError(
+                    f"{path} needs compressed-tensors {needed}, but {installed} is installed; run: "
+                    f"pip install 'compressed-tensors>={needed}'"
+                )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part[:9]) for part in re.findall(r"\d+", text)[:3]]
+
+
+__all__ = ["CHECKPOINT_RUNNERS", "CheckpointRunner", "LlamaCppRunner", "TransformersRunner", "is_checkpoint"]
