@@ -1,26 +1,22 @@
 """GGUF files of the architectures that people convert, compared with llama.cpp's logits.
 
-    pip install --no-deps xllamacpp        (in an environment of its own: llama.cpp, built)
-    python -m benchmarks.gguf_architectures --llama-cpp PYTHON [ARCHITECTURE …] [--write]
+    pip install llama-cpp-python           (builds llama.cpp)
+    python -m benchmarks.gguf_architectures [--architectures ARCHITECTURE …] [--write]
 
 Each model is a causal language model of transformers with a few layers and seeded random weights, large enough that its
 predictions depend on what it attends to. Linear layers are Q8_0, and embeddings, heads, and routers stay in float.
-llama.cpp rounds activations to 8 bits and caches to float16, so its logits differ a little: the divergence is compared
-with the one of Llama, whose file transformers reads exactly. Rounding also changes which experts a router chooses. *Top
-token* is the fraction of tokens with the same prediction.
-
-`--write` updates `results/gguf_architectures.md`.
+llama.cpp rounds the inputs of matrices to 8 bits and caches to float16, so its logits differ a little from those of
+torch: the divergence (KL) is shown next to the one of torch with inputs rounded in the same blocks. Rounding also
+changes which experts a router chooses. *Top token* is the fraction of tokens with the same prediction. *SQNR* and
+*verdict* are those of `verify(…, runtime="llama.cpp")`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import tempfile
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -28,9 +24,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 
 import quark_fx as qfx
-from benchmarks.common import environment, peer_job, publish, table
+from benchmarks.common import one_thread, table
+from benchmarks.experiment import Option, experiment
 from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.checkpoint_runners import LlamaCppRunner
+from quark_fx.export.runtime.rounding_noise import outputs_with_rounded_inputs
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -91,57 +90,60 @@ def model_of(name: str, vocab_size: int) -> Any:
     return model
 
 
-def main() -> None:
-    """Compare, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", choices=[*ARCHITECTURES, []], help="default: all")
-    parser.add_argument("--llama-cpp", type=Path, required=True, help="python of an environment with xllamacpp")
-    parser.add_argument("--write", action="store_true", help="update results/gguf_architectures.md")
-    arguments = parser.parse_args()
-    if arguments.write and arguments.architectures:
-        parser.error("--write is for all architectures")
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
-    warnings.simplefilter("ignore")
+@experiment(page="gguf_architectures.md")
+def main(architectures: Annotated[Sequence[str], Option(choices=ARCHITECTURES)] = tuple(ARCHITECTURES)) -> str:
+    """Compare, and return the page."""
     tokenizer = byte_tokens()
-    size = len(tokenizer)
-    tokens = torch.randint(3, size, (1, 48), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(3, len(tokenizer), (1, 48), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens}
     config = QuantConfig(
         weight=qfx.gguf_types.Q8_0, exclude=("op:embedding", "op:head", "op:router"), target=Target.TORCH
     )
-    expected, refused = dict[str, torch.Tensor](), dict[str, str]()
-    with tempfile.TemporaryDirectory() as name:
-        folder, files = Path(name), dict[str, str]()
-        for architecture in arguments.architectures or ARCHITECTURES:
-            qmodel = qfx.quantize(model_of(architecture, size), config, [{"input_ids": tokens}], progress=False)
-            try:
-                path = qfx.export.gguf(qmodel, folder / f"{len(files)}.gguf", tokenizer=tokenizer)
-            except ExportError as error:
-                refused[architecture] = str(error).splitlines()[0][:100]
-                continue
-            files[architecture] = str(path)
-            with torch.no_grad():
-                expected[architecture] = qmodel.eager()(input_ids=tokens).logits[0].log_softmax(-1)
-        job = {"files": files, "tokens": tokens[0].tolist(), "size": size, "output": str(folder / "logits.json")}
-        peer_job(arguments.llama_cpp, "llama_cpp_logits", job, folder)
-        logits = json.loads((folder / "logits.json").read_text(encoding="utf-8"))
     rows = []
-    for architecture, ours in expected.items():
-        if not logits[architecture]:
-            rows.append([architecture, "not loaded", "–", "–"])
-            continue
-        theirs = torch.tensor(logits[architecture]).log_softmax(-1)
-        divergence = F.kl_div(theirs, ours, log_target=True, reduction="batchmean")
-        same = (theirs.argmax(-1) == ours.argmax(-1)).float().mean()
-        rows.append([architecture, f"{divergence:.1e}", f"{(theirs - ours).abs().max():.2f}", f"{same:.2f}"])
-    rows += [[architecture, f"refused: {why}", "–", "–"] for architecture, why in refused.items()]
-    header = ("architecture", "divergence from torch", "largest difference of log probabilities", "top token")
-    text = (
-        "# GGUF files in llama.cpp, by architecture\n\nWritten by `python -m benchmarks.gguf_architectures "
-        "--llama-cpp PYTHON --write`. The docstring of the command says what is measured.\n\n"
-        f"{table(header, rows)}\n\n{environment()}"
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(architectures):
+            qmodel = qfx.quantize(model_of(name, len(tokenizer)), config, [batch], progress=False)
+            try:
+                path = qfx.export.gguf(qmodel, Path(folder) / f"{number}.gguf", tokenizer=tokenizer)
+                found = qfx.verify(qmodel, path, [batch], runtime="llama.cpp")
+            except ExportError as error:
+                rows.append([name, *["–"] * 5, str(error).splitlines()[0][:100]])
+                continue
+            runner = LlamaCppRunner(path)
+            with torch.no_grad():
+                (rounded, *_) = outputs_with_rounded_inputs(qmodel.graph_module, [tokens], runner.block_size)
+            ours = qmodel(**batch).logits[0].detach().log_softmax(-1)
+            theirs = runner(batch)["logits"][0].log_softmax(-1)
+            same = (theirs.argmax(-1) == ours.argmax(-1)).float().mean()
+            divergences = [
+                F.kl_div(x, ours, log_target=True, reduction="batchmean") for x in (theirs, rounded[0].log_softmax(-1))
+            ]
+            largest = (theirs - ours).abs().max()
+            rows.append(
+                [
+                    name,
+                    *(f"{d:.1e}" for d in divergences),
+                    f"{largest:.2f}",
+                    f"{same:.2f}",
+                    f"{found['logits'].sqnr:.1f}",
+                    found.verdict,
+                ]
+            )
+    header = (
+        *(
+            "architecture",
+            "KL in llama.cpp",
+            "KL with 8-bit inputs in torch",
+            "largest difference of log probabilities",
+        ),
+        *("top token", "SQNR dB", "verdict"),
     )
-    publish(text, "gguf_architectures.md" if arguments.write else None)
+    return f"""# GGUF files in llama.cpp, by architecture
+
+Written by `python -m benchmarks.gguf_architectures --write`. The docstring of the command says what is measured.
+
+{table(header, rows)}
+"""
 
 
 if __name__ == "__main__":

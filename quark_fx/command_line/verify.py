@@ -82,6 +82,8 @@ def verify(
             why = (
                 f"the first above the limit is {next(d.name for d in verification.differences if not d.steps <= limit)}"
             )
+        elif verification.runtime == "llama.cpp":
+            why = "llama.cpp rounds the inputs of matrices to 8 bits: the verdict allows for that, and --limit does not"
         elif verification.runtime == "onnxruntime" and not per_node:
             why = (
                 "pass --per-node to see where the difference starts (a value halfway between two codes may be rounded "
