@@ -142,7 +142,7 @@ class Llama:
 
     @staticmethod
     def rounded(x: Tensor) -> Tensor:
-        blocks = x.unflatten(-1, (-1, 32))
+        blocks: Tensor = x.unflatten(-1, (-1, 32))
         scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
         return ((blocks / scale).round() * scale).flatten(-2)
 
