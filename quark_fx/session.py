@@ -27,6 +27,7 @@ from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run, usable_device
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.export.checkpoints.imatrix import moments_by_weight
 from quark_fx.graph.nodes import (
     CAST,
     EMBEDDING,
@@ -302,6 +303,8 @@ class Session:
             data.unread = flat_batches(self.captured, self.unread)
         context = Context(config, data, self.device, by_block=self.by_block or shelf is not None)
         context.known = self.known(context) if shelf is None else None
+        paths = {path for p in config.passes if isinstance(path := getattr(p, "importance", None), str)}
+        context.importance = {path: moments_by_weight(self.model, path) for path in paths}
         return context
 
     def known(self, context: Context) -> Known | None:

@@ -319,7 +319,13 @@ class Streams:
 
 
 def walk_blocks(
-    gm: GraphModule, context: Context, *, unit: Unit = Unit.BLOCK, label: str = "blocks", side_by_side: bool = True
+    gm: GraphModule,
+    context: Context,
+    *,
+    unit: Unit = Unit.BLOCK,
+    label: str = "blocks",
+    side_by_side: bool = True,
+    runs: bool = True,
 ) -> Iterator[BlockRun]:
     """Visit the blocks of a quantized graph in order; inputs of a block reflect the changes to earlier blocks.
 
@@ -335,15 +341,17 @@ def walk_blocks(
         label: Label of the progress bar.
         side_by_side: Whether to compute the float values as well. Without them, a walk costs one forward pass, and a
             `BlockRun` provides only the quantized inputs and the modules.
+        runs: Whether to run the blocks on the data. Without a run, a `BlockRun` provides only the modules.
 
     Raises:
-        CalibrationError: If calibration data is missing.
+        CalibrationError: If calibration data is missing, and the blocks run.
     """
-    context.data.require_batches()
+    if runs:
+        context.data.require_batches()
     reference = context.float_graph
     walk = context.next_walk()
     blocks = _learning(find_blocks(reference, unit), context)
-    streams = Streams(reference, context, range(len(context.data.batches)))
+    streams = Streams(reference, context, range(len(context.data.batches) if runs else 0))
     float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
     settled = set[str]()
     try:

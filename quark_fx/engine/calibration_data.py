@@ -296,7 +296,12 @@ class CalibrationData:
 
     def refusal(self, error: float) -> str:
         """Return the reason for rejecting a change, given the validation error with the change."""
-        return f"no better on {self.judged_on} ({error:.3g})"
+        return refusal(self.judged_on, error)
+
+
+def refusal(judged_on: str, error: float) -> str:
+    """Return the reason for rejecting a change, given the name of the data and the error on it with the change."""
+    return f"no better on {judged_on} ({error:.3g})"
 
 
 def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> None:
@@ -331,4 +336,4 @@ def _part(leaf: Any, part: slice | None) -> Any:
     return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
 
-__all__ = ["CalibrationData", "Positions", "first_sample", "require_no_nan", "without_padding"]
+__all__ = ["CalibrationData", "Positions", "first_sample", "refusal", "require_no_nan", "without_padding"]

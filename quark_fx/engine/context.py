@@ -91,6 +91,8 @@ class Context:
         guidance: Sensitivity of the end loss to each operator's errors, measured when a pass first requests it.
         halvings: Number of times that pieces of weights were halved because device memory ran out.
         known: Results of earlier runs on the same float graph and batches, if runs share them.
+        importance: Contents of importance matrices by their paths: for each weight, the sum of the squares of its
+            inputs and the number of rows, as flat tensors on the host.
     """
 
     config: QuantConfig
@@ -107,6 +109,7 @@ class Context:
     remark: str = ""
     guidance: Guidance | None = None
     known: Known | None = None
+    importance: dict[str, Mapping[str, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     halvings: int = 0
     _walks: int = 0
 

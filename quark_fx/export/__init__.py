@@ -1,5 +1,6 @@
 """Exports of quantized models to files, and `verify`, which compares a file with torch."""
 
+from quark_fx.export.checkpoints.imatrix import imatrix
 from quark_fx.export.checkpoints.to_gguf import gguf
 from quark_fx.export.checkpoints.to_huggingface import huggingface
 from quark_fx.export.generation.cache_scales import CacheScales
@@ -21,6 +22,7 @@ __all__ = [
     "generator",
     "gguf",
     "huggingface",
+    "imatrix",
     "lowers",
     "onnx",
     "pt2e",

@@ -296,8 +296,8 @@ def needs_context(p: GraphPass) -> bool:
 
 
 def learns_from_data(p: GraphPass) -> bool:
-    """Tell whether a pass makes a choice that must be validated on held-out data."""
-    return needs_context(p) and not pass_stage(p).is_single
+    """Tell whether a pass makes a choice from data that must be validated on held-out data."""
+    return needs_context(p) and not pass_stage(p).is_single and getattr(p, "learns", True)
 
 
 def is_ours(value: Any) -> bool:
@@ -427,7 +427,8 @@ def run_passes(
             records.append(PassRecord(name, rewrites, seconds))
         else:
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
-            validated = context.data.has_validation and promise.validated and not context.all_samples_learned
+            validated = context.data.has_validation and promise.validated and learns_from_data(p)
+            validated = validated and not context.all_samples_learned
             context.all_samples_learned |= any(change.all_samples for change in changes)
             records.append(PassRecord(name, rewrites, seconds, changes, validated, remark))
     return gm, records

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
+from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import Matrices
+from quark_fx.errors import ConfigError
 from quark_fx.solvers.error_feedback import stack_chunks, working_bytes
 from quark_fx.solvers.hessian import Hessian, InputHessian
+from quark_fx.solvers.importance import FileHessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.scale_search import RATIOS, around, fit_ranges, fit_scales
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
@@ -30,6 +35,14 @@ class FitScales(Solver):
     Args:
         guided: Whether to weight each row of the data by the sensitivity of the model's predictions to it, as in
             `GPTQ`. This costs a forward and a backward pass of the float model, and a Hessian for each operator.
+        importance: Path of an importance matrix of `quark_fx.export.imatrix` or llama.cpp, a GGUF file with the mean
+            squares of the inputs of each weight in the float model. The pass uses them instead of the Hessian's
+            diagonal, and needs no calibration data. Results are evaluated on the file as well. Weights without an
+            entry, and weights that an earlier pass changed, keep their scales, with a warning. An expert without rows
+            gets the average of its stack.
+
+    Raises:
+        ConfigError: If both `guided` and `importance` are set.
 
     Source:
         Lin et al. 2024 (AWQ), clip search of the reference code, with the sum over tokens computed in advance;
@@ -37,11 +50,31 @@ class FitScales(Solver):
     """
 
     guided: bool = False
+    importance: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.importance is not None:
+            object.__setattr__(self, "importance", str(self.importance))  # plain data, for configurations in YAML
+            if self.guided:
+                raise ConfigError(
+                    "FitScales takes guided=True or importance, not both; an importance matrix has no rows"
+                )
 
     @property
     def reads(self) -> InputHessian:
-        """Hessian of the input, guided if requested."""
-        return InputHessian(guided=self.guided)
+        """Hessian of the input, guided if requested, or from the file of `importance`."""
+        return InputHessian(guided=self.guided) if self.importance is None else FileHessian(path=str(self.importance))
+
+    @property
+    def learns(self) -> bool:
+        """True without the file of `importance`."""
+        return self.importance is None
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Fit the scales in `gm`; return how many weights changed."""
+        if isinstance(reads := self.reads, FileHessian):
+            reads.require_entries(self, context)
+        return super().__call__(gm, context)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         """Fit the scales, and round to nearest."""

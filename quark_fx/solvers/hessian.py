@@ -331,8 +331,16 @@ class InputHessian(Reading):
         (hessian,) = self._measured(slots, context, [batches])
         return hessian
 
+    def judged_on(self, context: Context) -> str:
+        """Return the name of the data that proposals are evaluated on."""
+        return context.data.judged_on
+
     def measure_parts(self, slots: Sequence[Slot], context: Context) -> tuple[Hessian, Hessian]:
-        """Return the sums over calibration and over validation batches; without validation data, the same object."""
+        """Return the sums over calibration and over validation batches; without validation data, the same object.
+
+        Raises:
+            Declined: If there is no data for the slots.
+        """
         hessians = self._measured(slots, context, context.data.parts)
         return hessians[0], hessians[-1]
 

@@ -26,10 +26,11 @@ from torch.fx import GraphModule
 from quark_fx.config.selection import Selective
 from quark_fx.engine.block_walk import BlockRun, walk_blocks
 from quark_fx.engine.blocks import Unit
+from quark_fx.engine.calibration_data import refusal
 from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes
-from quark_fx.errors import CalibrationError, ConfigError, PassError, QuarkError
+from quark_fx.errors import CalibrationError, ConfigError, Declined, PassError, QuarkError
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 from quark_fx.solvers.folds import Input, OutputError
 from quark_fx.solvers.hessian import Hessian, InputHessian
@@ -92,6 +93,11 @@ class Solver(Selective, ABC):
         """Data that `solve` gets: `InputHessian()`, `Input(observer)`, or `OutputError()`."""
         return InputHessian()
 
+    @property
+    def learns(self) -> bool:
+        """True if `reads` measures calibration data."""
+        return True
+
     @abstractmethod
     def solve(self, now: Any, seen: Any) -> Proposal | Skip:
         """Return a proposal to replace `now`, or a reason to skip it.
@@ -150,7 +156,8 @@ class Solver(Selective, ABC):
         label = type(self).__name__
         if form is not None:
             form.guidance(context)  # before blocks and their inputs take memory
-        for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
+        how = {"side_by_side": self._side_by_side, "runs": self.learns}
+        for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, **how):
             for slots in () if run.finished else find(run):
                 for group in [slots] if reads.shared else [(slot,) for slot in slots]:
                     judge.choose(run, group)
@@ -158,6 +165,7 @@ class Solver(Selective, ABC):
 
     def needs(self, sizes: Sizes) -> Need:
         """Return the needs of a run: Hessians of both parts of the data, or runs of blocks, and `working_bytes`."""
+        sizes = sizes if self.learns else replace(sizes, batches=0.0)
         by_form, hessians = self._form is not None, 2 * (1 + self._side_by_side)
         guided, two_sided = (form.guided, form.two_sided) if (form := self._form) is not None else (False, False)
 
@@ -227,7 +235,12 @@ class _FormJudge:
         """Choose the weights of operators that have the same input."""
         context, ranks, began = self.context, self.context.ranks, time.perf_counter()
         weights = [slot for slot in slots if isinstance(slot, WeightSlot)]
-        calibration, validation = self.reading.measure_parts(weights, context)
+        try:
+            calibration, validation = self.reading.measure_parts(weights, context)
+        except Declined as declined:
+            for slot in weights:
+                context.note(Change.skipped(slot.name, declined.reason))
+            return
         self._loads = self._loads or [0.0] * ranks.count
         owners = ranks.owners([slot.real.numel() * calibration.h.shape[-1] for slot in weights], self._loads)
         assigned = [slot for slot, owner in zip(weights, owners, strict=True) if owner == ranks.index]
@@ -306,7 +319,8 @@ class _FormJudge:
         if isinstance(answer, Skip):
             return Change.skipped(slot.name, answer.reason)
         if not answer.after < answer.before:
-            return Change.skipped(slot.name, self.context.data.refusal(answer.after), answer.before)
+            reason = refusal(self.reading.judged_on(self.context), answer.after)
+            return Change.skipped(slot.name, reason, answer.before)
         reason, errors = "", (answer.before, answer.after)
         for offer in (wider, answer):
             if isinstance(offer, _Offer):
