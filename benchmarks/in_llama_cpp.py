@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,7 @@ from typing import Annotated, Any, Literal
 import gguf
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import quark_fx as qfx
 from benchmarks import language_models
@@ -37,6 +35,7 @@ from benchmarks.common import environment, one_thread, peer_job, rows_of, table,
 from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx.export.checkpoints.gguf_reader import Reader
+from quark_fx.export.checkpoints.imatrix import read_imatrix
 from quark_fx.passes import GPTQ, FitScales
 
 MIXTURE: Literal["Q4_K_M"] = "Q4_K_M"
@@ -88,8 +87,8 @@ ARMS: dict[str, tuple[Any, ...]] = {
 """The passes of quark_fx."""
 
 
-def float_file(model: Any, like: Path, path: Path) -> Reader:
-    """Write the float model with the fields of another file of it; return what is known of its names."""
+def float_file(model: Any, like: Path, path: Path) -> None:
+    """Write the float model with the fields of another file of it."""
     source, reader = gguf.GGUFReader(like), Reader.of(model, gguf)
     writer = gguf.GGUFWriter(path, reader.architecture)
     for key, field in source.fields.items():
@@ -105,48 +104,20 @@ def float_file(model: Any, like: Path, path: Path) -> Reader:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return reader
 
 
-def importance(subject: Subject, reader: Reader) -> dict[str, Tensor]:
-    """Return the mean squares of what each linear layer reads, by its name in the file; of a stack, expert by expert.
+def importance(session: qfx.Session, folder: Path) -> dict[str, Tensor]:
+    """Return the mean squares of the inputs of each weight, by its name in the file; of a stack, expert by expert.
 
-    Of an expert that no token reaches they are 1, as in the files of `llama-imatrix`.
+    For an expert that no token reaches, they are 1, as in `llama-quantize`. A tied head is left out, because
+    `llama-imatrix` writes no entry for it.
     """
-    sums, rows = dict[tuple[str, int], Tensor](), Counter[tuple[str, int]]()
-
-    def add(parameter: str, expert: int, x: Tensor) -> None:
-        sums[parameter, expert] = sums.get((parameter, expert), 0) + x.flatten(0, -2).double().square().sum(0)
-        rows[parameter, expert] += x.shape[:-1].numel()
-
-    def watch(name: str, module: nn.Module, read: tuple[Tensor, ...]) -> None:
-        add(f"{name}.weight", 0, read[0])
-
-    def watch_experts(name: str, module: Any, read: tuple[Tensor, ...]) -> None:
-        hidden, chosen = read[:2]
-        for expert, weight in enumerate(module.gate_up_proj):
-            x = hidden[(chosen == expert).any(-1)]
-            gate, up = F.linear(x, weight).chunk(2, -1)
-            add(f"{name}.gate_up_proj", expert, x)
-            add(f"{name}.down_proj", expert, module.act_fn(gate) * up)
-
-    hooks = []
-    for name, module in subject.model.named_modules():
-        if isinstance(module, nn.Linear) or hasattr(module, "gate_up_proj"):
-            of_kind = watch if isinstance(module, nn.Linear) else watch_experts
-            hooks.append(module.register_forward_pre_hook(partial(of_kind, name)))
-    with torch.no_grad():
-        for batch in subject.calibration:
-            subject.model(**batch)
-    for hook in hooks:
-        hook.remove()
-    found: dict[str, Tensor] = {}
-    for name, parameter in subject.model.named_parameters():
-        experts = [at for at in sums if at[0] == name]
-        means = [sums[at] / rows[at] if rows[at] else torch.ones_like(sums[at]) for at in experts]
-        if means:
-            found |= {place.name: torch.cat(means).float() for place in reader.places(name, parameter.shape)}
-    return found
+    means = dict[str, Tensor]()
+    for name, (sums, counts) in read_imatrix(qfx.export.imatrix(session, folder / "imatrix.gguf")).items():
+        rows = counts[:, None]
+        means[name] = torch.where(rows > 0, sums.view(len(counts), -1) / rows.clamp_min(1), 1.0).flatten()
+    means.pop("token_embd.weight", None)
+    return means
 
 
 @dataclass(frozen=True)
@@ -219,9 +190,9 @@ def measure(name: str, subject: Subject, llama_cpp: LlamaCpp) -> Iterator[list[s
         files[how] = path, seconds, f"{scores(own, exact, tokens)[1]:.5f}"
         print(name, how, files[how], file=sys.stderr, flush=True)
     like = files["nearest"][0]
-    reader = float_file(subject.model, like, folder / "float.gguf")
+    float_file(subject.model, like, folder / "float.gguf")
     yield line(folder / "float.gguf", "float32", "–", None)
-    for how, matrix in (("no importance matrix", None), ("importance matrix", importance(subject, reader))):
+    for how, matrix in (("no importance matrix", None), ("importance matrix", importance(session, folder))):
         path = folder / f"theirs-{len(how)}.gguf"
         llama_cpp.quantize(folder / "float.gguf", path, matrix)
         if types(path) != types(like):

@@ -31,7 +31,7 @@ class FileHessian(InputHessian):
     shared: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def measure_parts(self, slots: Sequence[Slot], context: Context) -> tuple[Hessian, Hessian]:
-        """Return the Hessian from the file twice, because the file has no validation data.
+        """Return the Hessian from the file twice, because the file lacks validation data.
 
         Raises:
             Declined: If the file does not describe the input of the weight.
@@ -93,7 +93,7 @@ class FileHessian(InputHessian):
             raise PassError(f"the importance matrix {self.path} was not read; run the pass through `quantize`")
         node, moments = operator.weight_node, context.importance[self.path]
         if (name := str(node.meta.get("parameter", node.target))) not in moments:
-            raise Declined(f"the importance matrix has no entry for {name}")
+            raise Declined(f"the importance matrix lacks an entry for {name}")
         if not isinstance(tensor_of(context.float_graph, str(node.target)), nn.Parameter):
             raise Declined("an earlier pass changed its weight and its input, so the importance matrix does not apply")
         return moments[name]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_gguf import tied_model
+from test_gguf import spec, tied_model
 from test_gguf_experts import qwen3
 from test_huggingface import llama
 from tiny import quantize, rand, record_of
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quark_fx as qfx
-from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.quant_config import QuantConfig, Target
+from quark_fx.engine.block_walk import Streams
 from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.export.checkpoints.imatrix import read_imatrix
+from quark_fx.numbers.formats import INT3
 from quark_fx.passes import AWQ, FitScales
 from quark_fx.solvers.hessian import Hessian
 
@@ -148,7 +150,7 @@ def test_all_batches_count_and_padding_does_not(tmp_path: Path) -> None:
 def only(pattern: str, weight: Any, **options: Any) -> QuantConfig:
     """Quantize one operator, so that its input is the float model's."""
     return QuantConfig(
-        weight=None, overrides=(qfx.Override(pattern=pattern, weight=weight),), target="torch", **options
+        weight=None, overrides=(qfx.Override(pattern=pattern, weight=weight),), target=Target.TORCH, **options
     )
 
 
@@ -162,7 +164,7 @@ ROUND_TRIPS = {
 }
 ALL_OF_H = {
     ("llama", "*.k_proj"): types.Q4_0,
-    ("llama", "*.down_proj"): qfx.TensorSpec(format="int3", granularity="group", group_size=32),
+    ("llama", "*.down_proj"): spec(INT3),
 }
 """Types for which the search uses more of the Hessian than its diagonal."""
 
@@ -170,7 +172,9 @@ ALL_OF_H = {
 def scales(name: str, pattern: str, weight: Any, *passes: Any) -> Tensor:
     """Return the scales of the only quantized operator of a model."""
     tensors = quantize(session(name), only(pattern, weight, passes=passes)).graph_module.state_dict()
-    return next(tensor for key, tensor in tensors.items() if key.endswith("scale"))
+    (scale,) = [tensor for key, tensor in tensors.items() if key.endswith("scale")]
+    assert isinstance(scale, Tensor)
+    return scale
 
 
 @pytest.mark.filterwarnings("ignore:the calibration data is a single sample")
@@ -217,11 +221,11 @@ def floats(*shape: int, fill: float = 1.0) -> Any:
     return np.full(shape, fill, np.float32)
 
 
-FOURS = QuantConfig(weight=types.Q4_1, exclude=("op:embedding",), target="torch")
+FOURS = QuantConfig(weight=types.Q4_1, exclude=("op:embedding",), target=Target.TORCH)
 
 
 def test_weights_without_an_entry_keep_their_scales_and_are_named(tmp_path: Path) -> None:
-    """As in files of llama-imatrix, which have no entry for the head unless it is asked for one."""
+    """As in files of llama-imatrix, which lack an entry for the head unless it is asked for one."""
     q, down = floats(1, 64), floats(1, 64)
     q[0, ::7], down[0, ::5] = 100, 0
     entries = {"blk.0.attn_q.weight": (q, floats(1, 1, fill=4)), "blk.0.ffn_down.weight": (down, floats(1, 1))}
@@ -236,14 +240,14 @@ def test_weights_without_an_entry_keep_their_scales_and_are_named(tmp_path: Path
     assert layers == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"}
     record = record_of(qmodel, "FitScales")
     reasons = {change.name: change.what for change in record.changes}
-    assert reasons["lm_head"] == "skipped: the importance matrix has no entry for lm_head.weight"
+    assert reasons["lm_head"] == "skipped: the importance matrix lacks an entry for lm_head.weight"
     assert "on the data it was learned from" in record.summary
     assert record.rewrites == 2
 
 
 WRONG: dict[str, tuple[dict[str, tuple[Any, Any]], str]] = {
     "another model": ({"blk.9.attn_q.weight": (floats(1, 64), floats(1, 1))}, "but for no weight of LlamaForCausalLM"),
-    "no entries": ({}, "invalid importance matrix: it has no entries"),
+    "no entries": ({}, "invalid importance matrix: it is empty"),
     "other sizes": ({"blk.0.attn_q.weight": (floats(1, 96), floats(1, 1))}, r"1 counts and 96 sums for 64 inputs"),
     "no counts": ({"blk.0.attn_q.weight": (floats(1, 64), None)}, "F32 sums of 64 values, none counts of 0"),
     "no sums": ({"blk.0.attn_q.weight": (None, floats(1, 1))}, r"attn_q.weight \(none sums of 0 values"),
@@ -298,8 +302,8 @@ def test_one_count_for_all_experts_and_none_for_some(tmp_path: Path) -> None:
         alike[kind] = scales(*stack[1:], FitScales(importance=path))
     assert torch.equal(alike["row"], alike["rows"])
     path = write(tmp_path / "each.gguf", {stack[0]: entries["each"]})
-    some = scales(*stack[1:], FitScales(importance=path))
-    assert not torch.equal(some[1], scales(*stack[1:])[1]), "the second expert gets the average of the others"
+    averaged = scales(*stack[1:], FitScales(importance=path))
+    assert not torch.equal(averaged[1], scales(*stack[1:])[1]), "the second expert gets the average of the others"
 
 
 def test_weights_that_an_earlier_pass_changed_are_named(files: Callable[[str], Path]) -> None:
@@ -307,10 +311,10 @@ def test_weights_that_an_earlier_pass_changed_are_named(files: Callable[[str], P
         {"input_ids": torch.randint(1, 64, (4, 16), generator=torch.Generator().manual_seed(2))} for _ in range(4)
     ]
     config = QuantConfig(
-        weight=qfx.TensorSpec(format="int3", granularity="group", group_size=32),
+        weight=spec(INT3),
         exclude=("op:embedding", "lm_head"),
         passes=(AWQ(only=("*.q_proj", "*.k_proj", "*.v_proj")), FitScales(importance=files("llama"))),
-        target="torch",
+        target=Target.TORCH,
     )
     qmodel = quantize(MODELS["llama"](), config, batches)
     reasons = {change.name.rpartition(".")[2]: change.what for change in record_of(qmodel, "FitScales").changes}
@@ -319,9 +323,12 @@ def test_weights_that_an_earlier_pass_changed_are_named(files: Callable[[str], P
     assert record_of(qmodel, "AWQ").rewrites == 1
 
 
-def test_a_file_needs_no_calibration_data(files: Callable[[str], Path], recwarn: pytest.WarningsRecorder) -> None:
+def test_a_file_needs_no_calibration_data(
+    files: Callable[[str], Path], recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One batch, with which the model is captured, gives the bits of any other data; the model does not run on it."""
     config = FOURS.replace(passes=(FitScales(importance=files("llama")),))
+    monkeypatch.setattr(Streams, "advance", lambda *_: pytest.fail("a block ran"))
     other = torch.randint(1, 64, (3, 20), generator=torch.Generator().manual_seed(3))
     one, more = (
         qfx.quantize(MODELS["llama"](), config, data, progress=False)
@@ -345,7 +352,7 @@ def test_the_path_is_an_option_like_others(tmp_path: Path) -> None:
 
 def test_what_has_no_names_in_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    with pytest.raises(ExportError, match="Sequential is not a Transformers model, so GGUF has no names"):
+    with pytest.raises(ExportError, match="Sequential is not a Transformers model, so GGUF lacks names"):
         qfx.export.imatrix(qfx.Session(nn.Sequential(nn.Linear(8, 4)).eval(), [rand(2, 8)]), path)
     with pytest.raises(ConfigError, match=r"write imatrix\(qfx.Session\(model, calibration_data\), path\)"):
         qfx.export.imatrix(MODELS["llama"](), path)

@@ -84,7 +84,7 @@ def imatrix(session: Session, path: str | Path) -> Path:
     with writing(path), new_file(path, f".{path.name}.quark_fx-") as (_, unfinished):
         writer = package.GGUFWriter(unfinished, "imatrix")
         try:
-            writer.kv_data[0].clear()  # such files have no architecture
+            writer.kv_data[0].clear()  # such files lack an architecture
             writer.add_type(package.GGUFType.IMATRIX)
             writer.add_array(keys.DATASETS, [described])
             writer.add_uint32(keys.CHUNK_COUNT, batches)
@@ -105,7 +105,7 @@ def moments_by_weight(model: Any, path: str | Path) -> dict[str, Moments]:
     """Return the moments in an importance matrix for the weights of a model, by the names of the weights.
 
     Raises:
-        CheckpointError: If the file is damaged, is not an importance matrix, or has no entry for any weight.
+        CheckpointError: If the file is damaged, is not an importance matrix, or lacks an entry for every weight.
         ExportError: If GGUF does not support the model's architecture.
     """
     names, entries = _names(model), read_imatrix(path)
@@ -151,7 +151,7 @@ def read_imatrix(path: str | Path) -> dict[str, Moments]:
             moments[stem] = (sums if counts.any() else torch.ones_like(sums)), counts.round().long()
     if wrong or not moments:
         raise CheckpointError(
-            f"{path} holds an invalid importance matrix: {some_of(wrong) or 'it has no entries'}; create it again"
+            f"{path} holds an invalid importance matrix: {some_of(wrong) or 'it is empty'}; create it again"
         )
     return moments
 
@@ -173,7 +173,9 @@ def _names(model: Any) -> dict[str, tuple[str, ...]]:
         raise ExportError("importance matrices need the package gguf: pip install 'quark_fx[hf]'") from error
     model = unwrapped(model)
     if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
-        raise ExportError(f"{type(model).__name__} is not a Transformers model, so GGUF has no names for its weights")
+        raise ExportError(
+            f"{type(model).__name__} is not a Transformers model, so GGUF lacks names for its weights; use calibration data"
+        )
     names = {ours: theirs for ours, theirs in Reader.of(model, package).names.items() if not ours.endswith(".bias")}
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     return {
