@@ -173,9 +173,7 @@ def _names(model: Any) -> dict[str, tuple[str, ...]]:
         raise ExportError("importance matrices need the package gguf: pip install 'quark_fx[hf]'") from error
     model = unwrapped(model)
     if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
-        raise ExportError(
-            f"{type(model).__name__} is not a Transformers model, so GGUF lacks names for its weights"
-        )
+        raise ExportError(f"{type(model).__name__} is not a Transformers model, so GGUF lacks names for its weights")
     names = {ours: theirs for ours, theirs in Reader.of(model, package).names.items() if not ours.endswith(".bias")}
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     return {
