@@ -5,10 +5,10 @@
 
 Each model is a causal language model of transformers with a few layers and seeded random weights, large enough that its
 predictions depend on what it attends to. Linear layers are Q8_0, and embeddings, heads, and routers stay in float.
-llama.cpp rounds the inputs of matrices to 8 bits and caches to float16, so its logits differ a little from those of
-torch: the divergence (KL) is shown next to the one of torch with inputs rounded in the same blocks. Rounding also
-changes which experts a router chooses. *Top token* is the fraction of tokens with the same prediction. *SQNR* and
-*verdict* are those of `verify(…, runtime="llama.cpp")`.
+llama.cpp rounds the inputs of quantized matrices to 8 bits, and caches to float16, so its logits differ a little from
+the logits of torch: the divergence (KL) is shown next to the one of torch with inputs rounded in the same blocks.
+Rounding also changes which experts a router chooses. *Top token* is the fraction of tokens with the same prediction.
+*SQNR* and *verdict* come from `verify(…, runtime="llama.cpp")`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.experiment import Option, experiment
 from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_runners import LlamaCppRunner
-from quark_fx.export.runtime.rounding_noise import outputs_with_rounded_inputs
+from quark_fx.export.runtime.rounding_noise import runs_with_rounded_inputs
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -110,8 +110,7 @@ def main(architectures: Annotated[Sequence[str], Option(choices=ARCHITECTURES)] 
                 rows.append([name, *["–"] * 5, str(error).splitlines()[0][:100]])
                 continue
             runner = LlamaCppRunner(path)
-            with torch.no_grad():
-                (rounded, *_) = outputs_with_rounded_inputs(qmodel.graph_module, [tokens], runner.block_size)
+            ((_, (rounded, *_)),) = runs_with_rounded_inputs(qmodel.graph_module, [[tokens]], runner.block_size)
             ours = qmodel(**batch).logits[0].detach().log_softmax(-1)
             theirs = runner(batch)["logits"][0].log_softmax(-1)
             same = (theirs.argmax(-1) == ours.argmax(-1)).float().mean()

@@ -39,7 +39,7 @@ def export(
         require_room_for(one)
     quantized = subject(model)
     if not isinstance(quantized.model, QuantizedModel):
-        raise ExportError(f"{model} is not a quantized model of quark_fx; give the directory that quantize wrote")
+        raise ExportError(f"{model} is not a quantized model of quark_fx; pass the directory that quantize wrote")
     original = None
     if any(one.kind in ("checkpoint", "GGUF") for one in outputs):
         if float_model is None:

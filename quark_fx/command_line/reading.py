@@ -123,7 +123,7 @@ def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
 def _existing(reading: Reading) -> Path:
     if reading.data is None:
         raise CalibrationError(
-            "data is missing; give --data: a text or .jsonl file, text of an installed package (package:name), a "
+            "data is missing; pass --data: a text or .jsonl file, text of an installed package (package:name), a "
             "folder of images, or a .npy, .npz or .safetensors file"
         )
     if not reading.data.exists() and not is_installed_name(reading.data):
@@ -215,7 +215,7 @@ def _pretrained(kind: str, folder: Path, **options: Any) -> Any:
     try:
         return getattr(transformers, kind).from_pretrained(folder, **options)
     except Exception as error:  # transformers may raise any error for its files
-        hint = "; give --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
+        hint = "; pass --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
         raise CalibrationError(
             f"transformers cannot read the tokenizer or processor in {place}: {error}{hint}"
         ) from error

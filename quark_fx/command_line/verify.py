@@ -39,8 +39,13 @@ def verify(
         bool, typer.Option("--per-node", help="Compare every quantized value, to see where a difference comes from.")
     ] = False,
     limit: Annotated[
-        float, typer.Option(min=0, help="Quantization steps above which the command ends with code 1.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Quantization steps above which the command ends with code 1; default: 1; for llama.cpp, "
+            "as many as its 8-bit inputs of quantized matrices explain.",
+        ),
+    ] = None,
     runtime: Annotated[
         str | None,
         typer.Option(
@@ -56,11 +61,13 @@ def verify(
     """Run the same data in torch and in the runtime of the file, and compare outputs in quantization steps."""
     reference = subject(model)
     if not isinstance(reference.model, QuantizedModel) and not is_generation_folder(file):
-        raise ExportError(f"{model} is not a quantized model of quark_fx; give the directory that quantize wrote")
+        raise ExportError(f"{model} is not a quantized model of quark_fx; pass the directory that quantize wrote")
     batches = read_batches(reading, reference)
     verification = qfx.verify(
         reference.model, file, batches, per_node=per_node, runtime=runtime, decode_steps=decode_steps
     )
+    if limit is None and (verification.runtime != "llama.cpp" or verification.wrong):
+        limit = 1.0
     data = {
         "runtime": verification.runtime,
         "max_steps": verification.max_steps,
@@ -73,7 +80,7 @@ def verify(
         "differences": [asdict(d) | {"steps": d.steps} for d in (*verification.differences, *verification.shipped)],
     }
     show(json, data, str(verification))
-    if not verification.max_steps <= limit:
+    if limit is not None and not verification.max_steps <= limit:
         if not verification.comparable:
             why = verification.verdict
         elif verification.unrelated:
@@ -83,7 +90,9 @@ def verify(
                 f"the first above the limit is {next(d.name for d in verification.differences if not d.steps <= limit)}"
             )
         elif verification.runtime == "llama.cpp":
-            why = "llama.cpp rounds the inputs of matrices to 8 bits: the verdict allows for that, and --limit does not"
+            why = (
+                "8-bit inputs of quantized matrices do not explain it: check that the file was exported from this model"
+            )
         elif verification.runtime == "onnxruntime" and not per_node:
             why = (
                 "pass --per-node to see where the difference starts (a value halfway between two codes may be rounded "

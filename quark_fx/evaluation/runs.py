@@ -106,12 +106,12 @@ def _gguf_model(path: Path) -> nn.Module:
         raise CheckpointError(
             f"transformers does not load {path}: {error}\ntransformers supports only some architectures and GGUF block "
             "types; evaluate the model that the file was exported from, which has the same weights, or run the file in "
-            "llama.cpp (llama-perplexity)"
+            "llama.cpp: runner_of(path, 'llama.cpp')"
         ) from error
     if names := sorted(loaded["missing_keys"]):  # transformers initializes these weights at random
         raise CheckpointError(
             f"{path} lacks weights for {some_of(names)} of the {type(model).__name__} that its configuration "
-            "describes; copy or export the checkpoint again"
+            "describes; copy or export the file again"
         )
     scale_positions(model, path)
     return model.eval()

@@ -307,8 +307,8 @@ def _require_vocabulary(tokens: Tensor, size: int) -> None:
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= size:
         raise QuarkError(
-            f"the labels contain token {most if most >= size else least}, but the model predicts {size} tokens; "
-            f"tokenize with the model's own tokenizer, and use {IGNORED} for labels to ignore"
+            f"the tokens or labels contain token {most if most >= size else least}, but the model predicts {size} "
+            f"tokens; tokenize with the model's own tokenizer, and use {IGNORED} for labels to ignore"
         )
 
 

@@ -9,7 +9,7 @@ from quark_fx.errors import ExportError
 from quark_fx.model.constants import Constant
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
-NO_OFFSETS = "non-integer zero points, which only GGUF can store; use symmetry='symmetric' or 'asymmetric'"
+NO_OFFSETS = "offsets (symmetry='offset'), which only GGUF can store; use symmetry='symmetric' or 'asymmetric'"
 """Reason why formats other than GGUF refuse `Symmetry.OFFSET`."""
 
 

@@ -150,7 +150,7 @@ class _Lowering:
         if weight is None or weight.format == INT32:
             return self._constant(f"{name}_values", constant.value())
         if weight.has_offsets:
-            raise Declined("non-integer zero points")
+            raise Declined("offsets (symmetry='offset')")
         fmt, axis = _integers(weight.format), weight.axis
         if axis is not None and weight.block_size and weight.codes.shape[axis] % weight.block_size:
             raise Declined(f"groups of {weight.block_size} that do not divide {weight.codes.shape[axis]} values")

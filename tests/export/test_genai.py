@@ -275,10 +275,10 @@ def test_caches_get_the_names_of_the_configuration(name: str) -> None:
     [
         (graph(**SEEN), "this model has no cache"),
         (graph(**SEEN, **cache(0), cache_position=(1,)), "this model has cache_position"),
-        (graph(**SEEN, **cache(0), **cache(4, values=6)), "this model has another cache in layer 4;"),
+        (graph(**SEEN, **cache(0), **cache(4, values=6)), "this model has keys and values of other sizes in layer 4;"),
         (
             graph(**SEEN, **{name: s for name, s in cache(3).items() if "__keys" in name}),
-            "this model has another cache in layer 3;",
+            "this model has keys and values of other sizes in layer 3;",
         ),
     ],
     ids=["no cache", "another input", "values of another size", "keys alone"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,8 +23,9 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime import checkpoint_process
 from quark_fx.export.runtime.checkpoint_runners import CHECKPOINT_RUNNERS, LlamaCppRunner, TransformersRunner
-from quark_fx.export.runtime.rounding_noise import outputs_with_rounded_inputs
-from quark_fx.presets import INT4_WEIGHT_ONLY
+from quark_fx.export.runtime.rounding_noise import runs_with_noise, runs_with_rounded_inputs
+from quark_fx.export.runtime.verification import Difference, Verification, _judged
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_WEIGHT_ONLY
 
 CONFIG: QuantConfig = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=FLOAT_ENDS)
 BATCHES = [{"input_ids": IDS}, {"input_ids": IDS[:1, :7]}]
@@ -129,22 +131,28 @@ class Llama:
 
     factor = 1.0  # of the last matrix
 
-    def __init__(self, path: str, *, n_ctx: int, n_threads: int, logits_all: bool, verbose: bool) -> None:
+    def __init__(
+        self, path: str, *, n_ctx: int, n_threads: int, n_threads_batch: int, logits_all: bool, verbose: bool
+    ) -> None:
         assert logits_all
+        assert n_threads_batch == n_threads
         assert verbose  # its log says why a file does not load
         self.model = checkpoint_process._load(Path(path)).eval()
         self.scores = np.zeros((n_ctx, self.model.config.vocab_size), dtype=np.float32)
         self.tokens: list[int] = []
         for module in self.model.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module is not self.model.lm_head:  # the head is in float
                 module.register_forward_pre_hook(lambda module, read: (self.rounded(read[0]),))
         self.model.lm_head.weight.data *= self.factor
 
     @staticmethod
-    def rounded(x: Tensor) -> Tensor:
-        blocks: Tensor = x.unflatten(-1, (-1, 32))
-        scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-        return ((blocks / scale).round() * scale).flatten(-2)
+    def rounded(x: Tensor, block_size: int = 32) -> Tensor:
+        """Round each block with torch's own quantizer: 127 steps on each side of 0."""
+        rows = x.detach().reshape(-1, block_size)
+        scales = rows.abs().amax(-1) / 127
+        zeros = torch.zeros(len(rows), dtype=torch.int32)
+        rounded: Tensor = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -127, 127)
+        return rounded.reshape(x.shape)
 
     def reset(self) -> None:
         self.tokens = []
@@ -173,31 +181,59 @@ def test_llama_cpp_may_round_its_inputs_but_not_compute_other_values(
     assert found["logits"].max_abs > 1e-4  # of the rounding
     assert found.verdict.startswith("correct")
     torch.testing.assert_close(logits, qmodel(IDS).logits, atol=found["logits"].max_abs, rtol=0)
-    monkeypatch.setattr(Llama, "factor", 1.5)
+    monkeypatch.setattr(Llama, "factor", 1.1)
     assert qfx.verify(qmodel, path, BATCHES, runtime="llama.cpp").verdict == "wrong, from logits on"
 
 
-def test_inputs_of_weights_alone_are_rounded() -> None:
+def test_inputs_of_quantized_matrices_alone_are_rounded() -> None:
     class Products(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.odd = nn.Linear(64, 64, bias=False), nn.Linear(24, 8, bias=False)
+            self.linear, self.small = nn.Linear(256, 64, bias=False), nn.Linear(96, 8, bias=False)
+            self.odd, self.left = nn.Linear(24, 8, bias=False), nn.Linear(256, 8, bias=False)
 
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self.linear(x), x @ x.mT, self.odd(y)  # 32 does not divide 24
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+            return self.linear(x), self.small(y), self.odd(z), self.left(x), x @ x.mT
 
-    x, y = rand(4, 64), rand(4, 24)
-    qmodel = quantize(seeded(Products()), "int8_weight_only", [(x, y)])
+    x, y, z = rand(4, 256), rand(4, 96), rand(4, 24)  # 256 divides the first row only, 32 the second too
+    qmodel = quantize(seeded(Products()), INT8_WEIGHT_ONLY.replace(exclude=("left",)), [(x, y, z)])
     with torch.no_grad():
-        expected = qmodel(Llama.rounded(x), y)[0], *qmodel(x, y)[1:]
-        assert not torch.equal(expected[0], qmodel(x, y)[0])
-    for ours, theirs in zip(outputs_with_rounded_inputs(qmodel.graph_module, [x, y], 32), expected, strict=True):
-        assert torch.equal(ours, theirs)
+        exact = qmodel(x, y, z)
+        expected = qmodel(Llama.rounded(x, 256), Llama.rounded(y), z)[:2] + exact[2:]
+        assert not any(torch.equal(a, b) for a, b in zip(expected[:2], exact[:2], strict=True))
+    ((leaves, outputs),) = runs_with_rounded_inputs(qmodel.graph_module, [[x, y, z]], 256)
+    assert len(leaves) == 3
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_counts_of_tokens_are_exact_under_noise() -> None:
+    class Counts(nn.Module):
+        def forward(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            counts = torch.histc(chosen.float(), bins=8, min=0, max=7)
+            return torch.cumsum(counts, 0, dtype=torch.int32), x * 2
+
+    chosen, x = torch.arange(32) % 8, rand(8)
+    qmodel = quantize(Counts().eval(), "int8_weight_only", [(chosen, x)])
+    for _, (ends, doubled) in runs_with_noise(qmodel.graph_module, [[chosen, x]]):
+        assert torch.equal(ends, torch.arange(4, 36, 4, dtype=torch.int32))
+        assert not torch.equal(doubled, x * 2)
+
+
+def test_unrelated_outputs_are_wrong_however_large_the_noise_is() -> None:
+    def difference(sqnr: float) -> Difference:
+        return Difference("logits", max_abs=9.0, step=1.0, share=1.0, sqnr=sqnr)
+
+    for noise, sqnr, wrong in ((6.5, -3.0, "logits"), (6.5, 4.0, ""), (1.0, -3.0, "logits"), (40.0, 20.0, "logits")):
+        found = _judged(Verification((difference(sqnr),)), {"logits": difference(noise)}, (), own_steps=False)
+        assert found.wrong == wrong
 
 
 def test_llama_cpp_runs_token_ids_without_padding(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"model is not a \.gguf file, so llama\.cpp cannot read it"):
-        LlamaCppRunner(tmp_path / "model")
+    with pytest.raises(ExportError, match=r"model\.gguf does not exist; write it with qfx\.export\.gguf first"):
+        LlamaCppRunner(tmp_path / "model.gguf")
+    with pytest.raises(ExportError, match=r"is not a \.gguf file, so llama\.cpp cannot read it"):
+        LlamaCppRunner(tmp_path)
     (tmp_path / "model.gguf").touch()
     runner = LlamaCppRunner(tmp_path / "model.gguf")
     ones = torch.ones_like(IDS)
@@ -222,8 +258,11 @@ def test_llama_cpp_runs_token_ids_without_padding(tmp_path: Path) -> None:
     [
         (1, "ModuleNotFoundError: No module named 'llama_cpp'", "Install llama.cpp: pip install llama-cpp-python"),
         (1, "ValueError: Failed to load model from file", "loads only files with a tokenizer: pass tokenizer= to"),
-        (-4, "", "killed by signal 4, an illegal instruction: .* CMAKE_ARGS=-DGGML_NATIVE=OFF pip install"),
-        (-9, "", "killed by signal 9, often because memory ran out"),
+        (1, "RuntimeError: llama_decode returned 1", ""),
+        (-4, "", "ended by signal 4, an illegal instruction: .* CMAKE_ARGS=-DGGML_NATIVE=OFF pip install"),
+        (-6, "GGML_ASSERT failed", r"ended by signal 6, after a failed check, which the lines above name\."),
+        (-9, "", r"ended by signal 9, often because memory ran out\."),
+        (-11, "", r"ended by signal 11\."),
     ],
 )
 def test_an_error_of_llama_cpp_has_a_next_step(
@@ -231,8 +270,12 @@ def test_an_error_of_llama_cpp_has_a_next_step(
 ) -> None:
     (tmp_path / "llm.gguf").touch()
     monkeypatch.setattr("subprocess.run", lambda *_, **__: CompletedProcess([], code, "", said))
-    with pytest.raises(ExportError, match=rf"llama\.cpp does not load or run .*\n(.*\n)?.*{hint}"):
+    with pytest.raises(ExportError) as error:
         LlamaCppRunner(tmp_path / "llm.gguf")(IDS)
+    first, *lines = str(error.value).splitlines()
+    assert first == f"llama.cpp does not load or run {tmp_path / 'llm.gguf'}:"
+    assert lines[: bool(said)] == [said] * bool(said)
+    assert re.search(hint, lines[-1]) if hint else lines == [said]
 
 
 def test_outputs_have_names() -> None:
@@ -261,6 +304,8 @@ def test_rounding_noise_alone_is_correct_and_a_wrong_output_is_wrong(
     answer = {name: value.clone() for name, value in qmodel(x).items()}
     answer["logits"] *= change
     answer["noise"] += 2e-7
-    runner = SimpleNamespace(runtime="transformers", outputs=None, results=lambda batches: [answer])
+    runner = SimpleNamespace(
+        runtime="transformers", outputs=None, results=lambda batches: [answer], runs=runs_with_noise
+    )
     monkeypatch.setitem(CHECKPOINT_RUNNERS, "transformers", lambda path: runner)
     assert qfx.verify(qmodel, tmp_path, [x], runtime="transformers").verdict == verdict

@@ -267,7 +267,7 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
     """Write `size` tokens with their types, the merges, and the ids of special tokens."""
     if len(tokenizer) > size:
         raise ExportError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {size}; pass the model's own tokenizer"
+            f"the tokenizer has {len(tokenizer)} tokens, but the model has {size}; pass the model's own tokenizer"
         )
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

@@ -51,7 +51,11 @@ def name_cache(graph: ir.Graph) -> int:
             unknown.append(value.name)
     layers = sorted({layer for _, layer in pairs})
     halves = [("input", layer) for layer in layers] + [("output", layer) for layer in layers]
-    odd = [f"another cache in layer {n}" for side, n in halves if n in cut or not _one_size(pairs.get((side, n), {}))]
+    odd = [
+        f"keys and values of other sizes in layer {n}"
+        for side, n in halves
+        if n in cut or not _one_size(pairs.get((side, n), {}))
+    ]
     if unknown or odd or not layers:
         what = ", ".join([*map(str, unknown), *dict.fromkeys(odd)]) or "no cache"
         raise ExportError(

@@ -53,7 +53,8 @@ def in_llama_cpp(path: Path, batches: Batches) -> list[dict[str, Tensor]]:
     tokens = [kwargs["input_ids"] for _, kwargs in batches]
     longest = max(ids.shape[1] for ids in tokens)
     # Its log, which says why a file does not load, goes to stderr.
-    model = Llama(str(path), n_ctx=longest, n_threads=torch.get_num_threads(), logits_all=True, verbose=True)
+    threads = torch.get_num_threads()
+    model = Llama(str(path), n_ctx=longest, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=True)
 
     def logits(row: list[int]) -> Tensor:
         model.reset()

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from signal import SIGILL
+from signal import SIGABRT, SIGILL, SIGKILL, Signals
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from quark_fx.checkpoints.configuration import read_configuration, require_unrotated
 from quark_fx.checkpoints.files import GRAPH_FILE, is_float
+from quark_fx.checkpoints.gguf_file import open_gguf
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.runtime import checkpoint_process
+from quark_fx.export.runtime.rounding_noise import Run, runs_with_noise, runs_with_rounded_inputs
 from quark_fx.export.runtime.runners import Runner
 from quark_fx.graph.signature import split_batch
 
@@ -67,12 +71,12 @@ class CheckpointRunner(Runner):
             command = [sys.executable, "-P", checkpoint_process.__file__, self.runtime, *files]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if done.returncode:
-                said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
-                if done.returncode < 0:  # killed by a signal, so the process printed no reason
-                    said.append(f"the process was killed by signal {-done.returncode}{self.killed(-done.returncode)}")
-                raise ExportError(
-                    "\n".join([f"{self.runtime} does not load or run {self.path}:", *said, *self.hints(said)])
-                )
+                lines = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
+                hints = self.hints(lines)
+                if done.returncode < 0:
+                    number = -done.returncode
+                    hints = [f"The process was ended by signal {number}{self.cause_of(number)}."]
+                raise ExportError("\n".join([f"{self.runtime} does not load or run {self.path}:", *lines, *hints]))
             results: list[dict[str, Tensor]] = torch.load(results_file, weights_only=True)
         yield from results
 
@@ -84,13 +88,23 @@ class CheckpointRunner(Runner):
         """
         return split_batch(batch)
 
-    def killed(self, signal: int) -> str:
-        """Return the usual reason for which a signal ends the process, after a comma."""
-        return ", often because memory ran out"
+    def cause_of(self, signal: int) -> str:
+        """Return the usual cause of a signal that ends the process, after a comma; empty if it is unknown."""
+        causes = {SIGKILL: "often because memory ran out", SIGABRT: "after a failed check, which the lines above name"}
+        return f", {causes[Signals(signal)]}" if signal in causes else ""
 
     @abstractmethod
-    def hints(self, said: list[str]) -> list[str]:
+    def hints(self, lines: list[str]) -> list[str]:
         """Return next steps for an error, from the last lines that the process printed."""
+
+    def runs(self, gm: GraphModule, batches: Sequence[list[Any]]) -> Iterator[Run]:
+        """Yield runs of a graph in torch that differ from its exact results as those of a right runtime may.
+
+        Args:
+            gm: Graph to run.
+            batches: Flat inputs of each batch.
+        """
+        return runs_with_noise(gm, batches)
 
 
 class TransformersRunner(CheckpointRunner):
@@ -128,10 +142,10 @@ class TransformersRunner(CheckpointRunner):
             _require_version(config, path)
         self.path = path
 
-    def hints(self, said: list[str]) -> list[str]:
-        if said and said[-1].startswith(("ImportError", "ModuleNotFoundError")):
+    def hints(self, lines: list[str]) -> list[str]:
+        if lines and lines[-1].startswith(("ImportError", "ModuleNotFoundError")):
             return ["Install the package named above; compressed-tensors and GGUF do not need a package for kernels."]
-        if "GGUF model with architecture" in "".join(said[-1:]):
+        if "GGUF model with architecture" in "".join(lines[-1:]):
             return [
                 "transformers does not support GGUF files of this architecture, so it cannot check the file: pass "
                 "runtime='llama.cpp'. On the command line, --no-verify skips the comparison."
@@ -147,7 +161,8 @@ class TransformersRunner(CheckpointRunner):
 class LlamaCppRunner(CheckpointRunner):
     """A runner of a GGUF file in llama.cpp (the package llama-cpp-python), which returns the logits of token ids.
 
-    llama.cpp loads only files with a tokenizer. It rounds the inputs of quantized matrices to 8 bits.
+    llama.cpp loads only files with a tokenizer. It rounds the inputs of quantized matrices to 8 bits, in blocks of 256
+    channels for types with such blocks (K-quants) and of 32 for others.
 
     Args:
         path: File that `quark_fx.export.gguf` or another tool wrote.
@@ -160,6 +175,8 @@ class LlamaCppRunner(CheckpointRunner):
     outputs = ("logits",)
 
     def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise ExportError(f"{path} does not exist; write it with qfx.export.gguf first")
         if path.suffix != ".gguf" or not path.is_file():
             raise ExportError(f"{path} is not a .gguf file, so llama.cpp cannot read it; write it with qfx.export.gguf")
         self.path = path
@@ -181,26 +198,29 @@ class LlamaCppRunner(CheckpointRunner):
             )
         return (), {"input_ids": ids}
 
-    def killed(self, signal: int) -> str:
+    def cause_of(self, signal: int) -> str:
         if signal == SIGILL:
             return (
                 ", an illegal instruction: llama-cpp-python was built for another processor; build it again with "
                 "CMAKE_ARGS=-DGGML_NATIVE=OFF pip install --force-reinstall --no-cache-dir llama-cpp-python"
             )
-        return super().killed(signal)
+        return super().cause_of(signal)
 
-    def hints(self, said: list[str]) -> list[str]:
-        if said and said[-1].startswith(("ImportError", "ModuleNotFoundError")):
+    def hints(self, lines: list[str]) -> list[str]:
+        if lines and lines[-1].startswith(("ImportError", "ModuleNotFoundError")):
             return ["Install llama.cpp: pip install llama-cpp-python"]
-        return ["llama.cpp loads only files with a tokenizer: pass tokenizer= to qfx.export.gguf."]
+        if "Failed to load model" in "".join(lines[-1:]):
+            return ["llama.cpp loads only files with a tokenizer: pass tokenizer= to qfx.export.gguf."]
+        return []
+
+    def runs(self, gm: GraphModule, batches: Sequence[list[Any]]) -> Iterator[Run]:
+        return runs_with_rounded_inputs(gm, batches, self.block_size)
 
     @property
     def block_size(self) -> int:
-        """Largest number of inputs that llama.cpp rounds with one scale, which is the block size of the weights."""
-        import gguf
-
-        types = {tensor.tensor_type for tensor in gguf.GGUFReader(self.path).tensors}
-        return max(int(gguf.GGML_QUANT_SIZES[kind][0]) for kind in types)
+        """Largest number of input channels that llama.cpp rounds with one scale: 256 for K-quants, otherwise 32."""
+        sizes = importlib.import_module("gguf").GGML_QUANT_SIZES
+        return 256 if any(sizes[tensor.tensor_type][0] == 256 for tensor in open_gguf(self.path).tensors) else 32
 
 
 CHECKPOINT_RUNNERS: dict[str, type[TransformersRunner | LlamaCppRunner]] = {

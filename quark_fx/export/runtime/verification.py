@@ -23,11 +23,10 @@ from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_runners import (
     CHECKPOINT_RUNNERS,
     CheckpointRunner,
-    LlamaCppRunner,
     is_checkpoint,
 )
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
-from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings, outputs_with_rounded_inputs
+from quark_fx.export.runtime.rounding_noise import ROUNDINGS, Run, orderings, runs_with_noise
 from quark_fx.export.runtime.runners import RUNNERS, FileInput, FileRunner, OnnxRuntimeRunner
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
@@ -117,7 +116,8 @@ class Verification:
 
         A difference of more than one quantization step counts as rounding under two conditions: each quantized value
         whose codes the runtime outputs is within a step of torch's result from the same codes, and torch's outputs
-        change as much if every operator rounds slightly differently.
+        change as much if every operator rounds slightly differently, or, for llama.cpp, if the inputs of quantized
+        matrices are rounded to 8 bits.
         """
         drawn = f"the model draws random numbers in {', '.join(dict.fromkeys(self.draws.values()))}"
         if not self.comparable:
@@ -310,7 +310,7 @@ def verify(
         draws=random_draws(qmodel.graph_module, qmodel.signature.output_names, _quantizers(qmodel)),
     )
     if result.first_wrong is not None:
-        moved = _moved_by_rounding(qmodel, first, names)
+        moved = _moved(qmodel, names, runs_with_noise(qmodel.graph_module, [first]))
         nodes = () if per_node else _first_batch_by_node(qmodel, first, opened)
         result = _judged(result, moved, nodes, orderings(qmodel.graph_module, qmodel.signature.output_names))
     if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), optimize)):
@@ -320,21 +320,13 @@ def verify(
     return result
 
 
-def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: Sequence[str]) -> dict[str, Difference]:
-    """Return the change of each output in torch for one batch if every operator rounds slightly differently."""
-    runs = (disturbed_outputs(qmodel.graph_module, leaves, seed) for seed in range(_ROUNDINGS))
-    return _moved(qmodel, leaves, names, runs)
-
-
-def _moved(
-    qmodel: QuantizedModel, leaves: list[Any], names: Sequence[str], runs: Iterable[list[Any]]
-) -> dict[str, Difference]:
-    """Return the difference of each output in torch for one batch from the outputs of runs with other arithmetic."""
+def _moved(qmodel: QuantizedModel, names: Sequence[str], runs: Iterable[Run]) -> dict[str, Difference]:
+    """Return the difference of each output in torch from the outputs of runs with other arithmetic."""
     moved = _Comparison({}, _joined_parts(qmodel))
-    with torch.no_grad():
-        ours = [value for value in qmodel.graph_module(*leaves) if isinstance(value, Tensor)]
-    for run in runs:
-        for name, one, other in zip(names, ours, (v for v in run if isinstance(v, Tensor)), strict=True):
+    for leaves, outputs in runs:
+        with torch.no_grad():
+            ours = [value for value in qmodel.graph_module(*leaves) if isinstance(value, Tensor)]
+        for name, one, other in zip(names, ours, (v for v in outputs if isinstance(v, Tensor)), strict=True):
             moved.add(name, one, other)
     return {difference.name: difference for difference in moved.differences()}
 
@@ -369,6 +361,8 @@ def _judged(
     moved: Mapping[str, Difference],
     nodes: Sequence[Difference],
     ordered: Collection[str] = (),
+    *,
+    own_steps: bool = True,
 ) -> Verification:
     """Return a result whose `wrong` names the first value with a difference that rounding does not explain.
 
@@ -381,11 +375,12 @@ def _judged(
         nodes: Differences of quantized values and outputs, each computed from the same codes. They must be at most one
             step, except for outputs in `ordered`.
         ordered: Names of outputs that depend on the order of equal values (`orderings`).
+        own_steps: Whether an output that consists of noise gets a step of its own; without it, such an output is wrong.
     """
 
     def with_own_step(difference: Difference) -> Difference:
         noise = moved.get(difference.name)
-        if noise is None or noise.sqnr >= _UNRELATED_BELOW_DB:
+        if noise is None or noise.sqnr >= _UNRELATED_BELOW_DB or not own_steps:
             return difference
         return replace(difference, step=max(difference.step, 2 * noise.max_abs))
 
@@ -393,7 +388,7 @@ def _judged(
         noise = moved.get(difference.name)
         if difference.steps <= 1 or noise is None:
             return difference.steps <= 1
-        return difference.sqnr >= min(noise.sqnr, _EXACT_FROM_DB) - _SPREAD_DB
+        return difference.sqnr >= max(min(noise.sqnr, _EXACT_FROM_DB) - _SPREAD_DB, _UNRELATED_BELOW_DB)
 
     result = replace(
         result,
@@ -413,7 +408,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, runner: CheckpointRunner, batches
     for number, leaves in enumerate(flat):  # before starting a process
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(_known_steps(qmodel))
-    names, left_out = dict[str, None](), dict[str, None]()
+    names, missing = dict[str, None](), dict[str, None]()
     for batch, results in zip(batches, runner.results(batches), strict=True):
         for name, ours in named_tensors(qmodel.run_batch(batch)).items():
             names[name or "output"] = None
@@ -425,22 +420,19 @@ def _verify_checkpoint(qmodel: QuantizedModel, runner: CheckpointRunner, batches
                     "exported to it"
                 )
             else:
-                left_out[name or "output"] = None
+                missing[name or "output"] = None
     if not compared.pairs:
         raise ExportError(
             f"{runner.runtime} returns {', '.join(runner.outputs or ())}, but the model returns "
-            f"{', '.join(left_out)}; pass the model that was exported to {runner.path}"
+            f"{', '.join(missing)}; pass the model that was exported to {runner.path}"
         )
     gm = qmodel.graph_module
     draws = random_draws(gm, qmodel.signature.output_names)
-    result = Verification(compared.differences(), tuple(left_out), runtime=runner.runtime, draws=draws)
+    result = Verification(compared.differences(), tuple(missing), runtime=runner.runtime, draws=draws)
     if result.first_wrong is None:
         return result
-    if isinstance(runner, LlamaCppRunner):
-        moved = _moved(qmodel, flat[0], [*names], [outputs_with_rounded_inputs(gm, flat[0], runner.block_size)])
-    else:
-        moved = _moved_by_rounding(qmodel, flat[0], [*names])
-    return _judged(result, moved, ())
+    moved = _moved(qmodel, [*names], runner.runs(gm, flat))
+    return _judged(result, moved, (), own_steps=runner.outputs is None)
 
 
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
@@ -459,7 +451,7 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
     if result.first_wrong is None:
         return result
     pairs, disturbed = first
-    for seed in range(_ROUNDINGS):
+    for seed in range(ROUNDINGS):
         for (name, (ours, _)), other in zip(pairs.items(), disturbed(seed), strict=True):
             moved.add(name, ours, other)
     return _judged(result, {difference.name: difference for difference in moved.differences()}, ())
@@ -553,9 +545,6 @@ def _run(runner: FileRunner, feed: Sequence[Tensor], batch: int) -> dict[str, Te
 
 _UNRELATED_BELOW_DB = 3.0
 """Signal-to-noise ratio in dB below which two values count as unrelated: the noise has half of the signal's power."""
-
-_ROUNDINGS = 3
-"""Number of runs of a batch with different rounding noise: several, because few codes are close to a tie."""
 
 _EXACT_FROM_DB = 60.0
 """Signal-to-noise ratio in dB at and above which the effect of rounding counts as none."""
@@ -695,7 +684,7 @@ class _Comparison:
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
         if got.shape != expected.shape:
             shapes = f"{tuple(got.shape)} in the file and {tuple(expected.shape)} in torch"
-            raise ExportError(f"{name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
+            raise ExportError(f"{name} has shape {shapes}: the file was not exported from this model; export it again")
         dim, sizes = self.parts.get(name, (0, expected.shape[:1] if expected.dim() else ()))
         both = [(value,) if not expected.dim() else value.split(list(sizes), dim) for value in (expected, got)]
         parts = self.pairs.setdefault(name, [[] for _ in both[0]])

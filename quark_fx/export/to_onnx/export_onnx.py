@@ -376,7 +376,7 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
         if fmt is not None and not fmt.has_onnx_type and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")
         elif target_name(node) == DEQUANTIZE and node.args[2].meta["val"].is_floating_point():
-            bad.append(f"  {fmt} with non-integer zero points: {describe(node)}")
+            bad.append(f"  {fmt} with offsets (symmetry='offset'): {describe(node)}")
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and (what := _unmeasured(node)):
             bad.append(f"  {node.args[1]} {what} at run time: {describe(node)}")
     if bad:
