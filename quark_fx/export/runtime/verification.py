@@ -684,7 +684,7 @@ class _Comparison:
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
         if got.shape != expected.shape:
             shapes = f"{tuple(got.shape)} in the file and {tuple(expected.shape)} in torch"
-            raise ExportError(f"{name} has shape {shapes}: the file was not exported from this model; export it again")
+            raise ExportError(f"{name} has shape {shapes}: the file is not this model's export; export it again")
         dim, sizes = self.parts.get(name, (0, expected.shape[:1] if expected.dim() else ()))
         both = [(value,) if not expected.dim() else value.split(list(sizes), dim) for value in (expected, got)]
         parts = self.pairs.setdefault(name, [[] for _ in both[0]])
