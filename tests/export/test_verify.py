@@ -412,9 +412,7 @@ def test_the_file_of_another_model_is_refused_by_name(
     if "quantize" in words and not per_node:
         assert qfx.verify(own, tmp_path / "other.onnx", batches).max_steps > 1  # from the outside they look alike
         return
-    with pytest.raises(
-        qfx.ExportError, match=rf"{words}.*not this model's export; export it again"
-    ):
+    with pytest.raises(qfx.ExportError, match=rf"{words}.*not this model's export; export it again"):
         qfx.verify(own, tmp_path / "other.onnx", batches, per_node=per_node)
 
 
