@@ -34,7 +34,7 @@ from benchmarks import language_models
 from benchmarks.common import environment, one_thread, peer_job, rows_of, table, text_of
 from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
-from quark_fx.export.checkpoints.gguf_reader import Reader
+from quark_fx.checkpoints.gguf_reader import Reader
 from quark_fx.export.checkpoints.imatrix import read_imatrix
 from quark_fx.passes import GPTQ, FitScales
 

@@ -17,8 +17,7 @@ from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
 from quark_fx.capture.capture import unwrapped
-from quark_fx.checkpoints.files import CheckpointFiles
-from quark_fx.checkpoints.open_checkpoint import open_checkpoint
+from quark_fx.checkpoints.open_checkpoint import open_checkpoint, require_readable
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
 from quark_fx.engine.checkpoint import Checkpoint, fingerprint
@@ -111,7 +110,7 @@ def quantize(
     if isinstance(model, Session):
         require_of_session(calibration_data, dynamic_shapes, resources)
     if isinstance(model, str | Path):
-        CheckpointFiles.of(model)  # fails before any directory is created
+        require_readable(model)  # fails before any directory is created
     short = short_memory(output_dir is not None or resources.memory is not None)
     with (
         ranks.telling_failures(),

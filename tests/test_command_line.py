@@ -722,7 +722,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a GGUF file as a model": (
         lambda _: ("quantize", written("llm.gguf", ""), "--preset", "fp16", "-o", "q"),
-        r"llm.gguf is not a PyTorch float model",
+        r"llm.gguf cannot be read as a GGUF file: .*; copy or export it again",
     ),
     "a GGUF file to run": (
         lambda llm: ("evaluate", written("llm.gguf", ""), "--data", "text.txt", "--tokenizer", llm),

@@ -145,7 +145,7 @@ def test_an_operator_of_torchao_that_reads_codes_is_refused_whatever_its_name(dt
     [
         ("m.onnx", "is an ONNX graph; pass the nn.Module"),
         ("m.tflite", "is a LiteRT graph; pass the nn.Module"),
-        ("m.gguf", r"from_pretrained\(directory, gguf_file=name\)"),
+        ("m.gguf", "cannot be read as a GGUF file"),
         ("m.pt2", r"pass torch.export.load\(path\)"),
         ("m.py", "pass the nn.Module that it creates"),
         ("m.engine", "is not a safetensors file"),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
 from quark_fx.errors import CheckpointError
-from quark_fx.system.untrusted import read_json
+from quark_fx.system.untrusted import brief, read_json
 
 METHOD = "quark_fx"
 """Value of `quant_method` in a `quantization_config` that makes transformers quantize float weights at load time."""
@@ -121,6 +128,46 @@ def entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         rest += [(f"{key}.{part}", below) for part, below in parts]
 
 
+@contextmanager
+def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
+    """Limit the number of modules and parameters that this thread creates, relative to the tensors in a checkpoint.
+
+    A configuration can ask for any number of layers, and transformers creates all of them before it finds that their
+    weights are missing.
+
+    Args:
+        config: Configuration. Its numbers of layers are checked first, because configurations create lists
+            of that length.
+        tensors: Number of tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: If the limit is exceeded.
+    """
+    most, created, thread = 64 * tensors + 4096, 0, threading.get_ident()
+    for key, value in entries(config):
+        if "layer" in key.rpartition(".")[2] and isinstance(value, int) and value > most:
+            raise CheckpointError(
+                f"the configuration asks for {key}={brief(value)}, but the checkpoint has {tensors} tensors; correct "
+                f"{key}"
+            )
+
+    def count(*_: object) -> None:
+        nonlocal created
+        created += threading.get_ident() == thread
+        if created > most:
+            raise CheckpointError(
+                f"the configuration describes more than {most} modules and parameters, but the checkpoint has "
+                f"{tensors} tensors; correct the number of layers"
+            )
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
     """Return the class of transformers that a configuration names.
 
@@ -149,6 +196,7 @@ __all__ = [
     "class_of",
     "entries",
     "is_rotated",
+    "limited_modules",
     "quantized_by",
     "read_configuration",
     "require_no_weights",

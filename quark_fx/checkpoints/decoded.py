@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from quark_fx.checkpoints.files import (
     TORCH_DTYPES,
     CheckpointFiles,
     MappedFiles,
+    Shapes,
     header_of,
     is_float,
     some_of,
@@ -263,28 +264,7 @@ class DecodedFiles:
         """
         kinds = {n: TORCH_DTYPES[dtype] if t.form and dtype is not None else t.dtype for n, t in self.tensors.items()}
         headers = {name: (kinds[name], tensor.shape) for name, tensor in self.tensors.items()}
-        shards, filled = list[list[str]](), 0
-        for name, header in headers.items():
-            if not shards or filled > _SHARD:
-                shards, filled = [*shards, []], 0
-            shards[-1].append(name)
-            filled += stored_bytes(*header)
-        files = dict[str, Path]()
-        for number, names in enumerate(shards):
-            file, mapped = folder / f"{number}.safetensors", MappedFiles()
-            try:
-                with file.open("wb") as stream:
-                    stream.write(header_of({name: headers[name] for name in names}, {"format": "pt"}))
-                    for name in names:
-                        for values in self.pieces(name, mapped, dtype):
-                            stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
-            except OSError as error:
-                raise CheckpointError(
-                    f"decoding {self.files.path} to {folder.parent} failed: {error}; free disk space there, or pass "
-                    "another directory as scratch"
-                ) from error
-            files |= dict.fromkeys(names, file)
-        return CheckpointFiles(self.files.path, files)
+        return write_values(self.files.path, folder, headers, lambda name, mapped: self.pieces(name, mapped, dtype))
 
     def _pieces(self, name: str, files: MappedFiles, ranges: Sequence[slice] | None) -> Iterator[Tensor]:
         """Yield the values of a tensor in ranges of the first dimension, or all at once if `ranges` is `None`."""
@@ -305,6 +285,45 @@ class DecodedFiles:
             yield values
         except (LookupError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{name} in {self.files.path} cannot be decoded: {brief(str(error))}") from error
+
+
+def write_values(
+    path: Path, folder: Path, headers: Shapes, pieces: Callable[[str, MappedFiles], Iterable[Tensor]]
+) -> CheckpointFiles:
+    """Write tensors to safetensors files, one by one, and return these files.
+
+    Args:
+        path: Checkpoint that the tensors come from.
+        folder: Empty directory.
+        headers: Dtypes and shapes of the tensors.
+        pieces: Function from the name of a tensor, and open files, to its values in consecutive pieces.
+
+    Raises:
+        CheckpointError: If the disk is full.
+    """
+    shards, filled = list[list[str]](), 0
+    for name, header in headers.items():
+        if not shards or filled > _SHARD:
+            shards, filled = [*shards, []], 0
+        shards[-1].append(name)
+        filled += stored_bytes(*header)
+    files = dict[str, Path]()
+    for number, names in enumerate(shards):
+        file, mapped = folder / f"{number}.safetensors", MappedFiles()
+        try:
+            with file.open("wb") as stream:
+                stream.write(header_of({name: headers[name] for name in names}, {"format": "pt"}))
+                for name in names:
+                    for values in pieces(name, mapped):
+                        stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
+                        del values  # before the next tensor is decoded
+        except OSError as error:
+            raise CheckpointError(
+                f"decoding {path} to {folder.parent} failed: {error}; free disk space there, or pass another "
+                "directory as scratch"
+            ) from error
+        files |= dict.fromkeys(names, file)
+    return CheckpointFiles(path, files)
 
 
 _Leaves = Mapping[str, str]
@@ -562,4 +581,4 @@ def _powers(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents.int() - 127)
 
 
-__all__ = ["DecodedFiles", "DecodedTensor", "Within", "group_of", "names_layer"]
+__all__ = ["DecodedFiles", "DecodedTensor", "Within", "group_of", "names_layer", "write_values"]

@@ -29,7 +29,7 @@ _OTHERS = {
     ".onnx": "an ONNX graph; pass the nn.Module that it was exported from",
     ".tflite": "a LiteRT graph; pass the nn.Module that it was exported from",
     ".pt2": "an exported program; pass torch.export.load(path)",
-    ".gguf": "weights for llama.cpp; pass the result of transformers' from_pretrained(directory, gguf_file=name)",
+    ".gguf": "a GGUF file; pass it to quantize, or to open_checkpoint without factory",
     ".py": "Python code; pass the nn.Module that it creates (on the command line: package.module:name)",
 }
 """Messages about files that users often pass instead of a checkpoint, with the right argument; keys are suffixes."""

@@ -15,10 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quark_fx.checkpoints.configuration import (
@@ -26,18 +22,19 @@ from quark_fx.checkpoints.configuration import (
     METHOD,
     NO_CODES,
     class_of,
-    entries,
+    limited_modules,
     quantized_by,
     read_configuration,
     without_codes,
 )
 from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, is_float
+from quark_fx.checkpoints.gguf_source import GgufSource, is_gguf
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.options import checked_call
-from quark_fx.system.untrusted import brief, read_json
+from quark_fx.system.untrusted import read_json
 
 _CONVERTED = "converted"
 """Name of the folder for weights that transformers assembles from several tensors."""
@@ -54,15 +51,16 @@ def open_checkpoint(
 ) -> nn.Module:
     """Return a model in eval mode whose weights are memory-mapped: values are read from files when they are used.
 
-    Codes of FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, and ModelOpt are decoded to files in `scratch`, tensor by
-    tensor; reports of the quantized model then say that the source was rounded before.
+    Codes of FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, ModelOpt, and GGUF are decoded to files in `scratch`,
+    tensor by tensor; reports of the quantized model then say that the source was rounded before.
 
     Args:
         path: Safetensors file, which is read without its neighbors, or directory with safetensors files; without
-            `factory`, a checkpoint of transformers with its `config.json`. Nothing is unpickled, and no code of the
-            checkpoint runs.
+            `factory`, a checkpoint of transformers with its `config.json`, or a GGUF file. Nothing is unpickled, and no
+            code of the checkpoint runs.
         factory: Function without arguments that returns the model; parameters do not take memory while it runs.
-        dtype: Dtype of floating-point weights; default: the dtype in the configuration, or of the factory's model.
+        dtype: Dtype of floating-point weights; default: the dtype in the configuration, or of the factory's model, and
+            float32 for GGUF.
         scratch: Directory on a disk with space for weights that the model stores in another form than the files (stacks
             of experts, another dtype); default: the system's temporary directory.
 
@@ -73,13 +71,22 @@ def open_checkpoint(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and is_float(dtype)):
         raise ConfigError(f"dtype is {dtype!r}; pass torch.float32, torch.float16 or torch.bfloat16")
-    files = CheckpointFiles.of(path)
-    shelf = Shelf(scratch or tempfile.gettempdir())
-    config = read_configuration(files.directory) if factory is None else _configuration_of_codes(files)
-    with ExitStack() as stack:
-        coded, stored = None, files
+    coded: DecodedFiles | GgufSource | None = None
+    if is_gguf(path):
+        if factory is not None:
+            raise ConfigError(f"{path} describes its model itself; omit factory")
+        coded = GgufSource.of(path)
+        files, config = CheckpointFiles(coded.path, {}), coded.config
+        _warn_unused(files, coded.unused)
+    else:
+        files = CheckpointFiles.of(path)
+        config = read_configuration(files.directory) if factory is None else _configuration_of_codes(files)
         if quantized_by(config):
             coded, config = DecodedFiles.of(files, config), without_codes(config)
+    shelf = Shelf(scratch or tempfile.gettempdir())
+    with ExitStack() as stack:
+        stored = files
+        if coded is not None:
             # The folder can be removed at the end, because the mappings of its files stay valid.
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=shelf.directory))
             stored = coded.stored(Path(folder), dtype)
@@ -87,9 +94,18 @@ def open_checkpoint(
             model = _pretrained(stored, config, shelf, dtype, files.tensor if coded is None else coded.tensor)
         else:
             model = _from_factory(stored, factory, shelf, dtype)
-    if coded is not None:
+    if coded is not None and coded.method:
         setattr(model, ROUNDED_BY, coded.method)
     return model.eval().requires_grad_(False)
+
+
+def require_readable(path: str | Path) -> None:
+    """Check the headers of a checkpoint or GGUF file, but not its weights.
+
+    Raises:
+        CheckpointError: If `open_checkpoint` does not support the files, or they are damaged.
+    """
+    _ = GgufSource.of(path) if is_gguf(path) else CheckpointFiles.of(path)
 
 
 ROUNDED_BY = "_quark_fx_rounded_by"
@@ -326,45 +342,6 @@ def unread_tensors(model: nn.Module) -> Mapping[str, Callable[[], Tensor]] | Non
     return unread
 
 
-@contextmanager
-def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
-    """Limit the number of modules and parameters that this thread creates, relative to the tensors in a checkpoint.
-
-    A configuration can ask for any number of layers, and transformers creates all of them before it finds that their
-    weights are missing.
-
-    Args:
-        config: Content of `config.json`. Its numbers of layers are checked first, because configurations create lists
-            of that length.
-        tensors: Number of tensors in the checkpoint.
-
-    Raises:
-        CheckpointError: If the limit is exceeded.
-    """
-    most, created, thread = 64 * tensors + 4096, 0, threading.get_ident()
-    for key, value in entries(config):
-        if "layer" in key.rpartition(".")[2] and isinstance(value, int) and value > most:
-            raise CheckpointError(
-                f"config.json asks for {key}={brief(value)}, but the checkpoint has {tensors} tensors; correct {key}"
-            )
-
-    def count(*_: object) -> None:
-        nonlocal created
-        created += threading.get_ident() == thread
-        if created > most:
-            raise CheckpointError(
-                f"config.json describes more than {most} modules and parameters, but the checkpoint has {tensors} "
-                "tensors; correct the number of layers in config.json"
-            )
-
-    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
     """Create a directory with links to the checked files, the configurations, and nothing else.
 
@@ -470,4 +447,4 @@ def _library(name: str) -> Any:
         raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
 
 
-__all__ = ["ROUNDED_BY", "limited_modules", "method_of", "open_checkpoint", "stage", "unread_tensors"]
+__all__ = ["ROUNDED_BY", "method_of", "open_checkpoint", "require_readable", "stage", "unread_tensors"]

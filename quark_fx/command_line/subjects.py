@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quark_fx.checkpoints.configuration import read_configuration
 from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.gguf_source import GgufSource, is_gguf
 from quark_fx.data.context import context_length
 from quark_fx.errors import CaptureError, CheckpointError, ConfigError
 from quark_fx.evaluation.runs import open_model
@@ -105,15 +106,17 @@ def float_subject(name: str) -> Subject:
     if _is_factory(name):
         return _made(name)
     path = Path(name)
-    if path.suffix in (".onnx", ".gguf") or os.path.exists(path / GRAPH_FILE):
+    if path.suffix == ".onnx" or os.path.exists(path / GRAPH_FILE):
         raise ConfigError(
-            f"{name} is not a PyTorch float model; pass the directory of a checkpoint, or a function as "
+            f"{name} is not a PyTorch float model; pass the directory of a checkpoint, a GGUF file, or a function as "
             "package.module:name"
         )
     if not os.path.exists(path):  # Path.exists raises an error for names that are too long
         raise CheckpointError(
             f"{name} does not exist; pass the directory of a checkpoint, or a function as package.module:name"
         )
+    if is_gguf(path):
+        return Subject(name=name, model=path, folder=path.parent, gguf=path, config=GgufSource.of(path).config)
     config = read_configuration(path if path.is_dir() else path.parent)
     return Subject(name=name, model=path, folder=path, config=config)
 

@@ -13,10 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quark_fx.checkpoints.configuration import class_of, quantized_by, read_configuration, require_unrotated
+from quark_fx.checkpoints.configuration import (
+    class_of,
+    limited_modules,
+    quantized_by,
+    read_configuration,
+    require_unrotated,
+)
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
-from quark_fx.checkpoints.open_checkpoint import limited_modules, open_checkpoint, stage
+from quark_fx.checkpoints.open_checkpoint import open_checkpoint, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors, scale_positions
 from quark_fx.export.runtime.checkpoint_runners import CHECKPOINT_RUNNERS

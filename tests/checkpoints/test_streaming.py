@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.checkpoints import shelf
-from quark_fx.checkpoints.open_checkpoint import limited_modules
+from quark_fx.checkpoints.configuration import limited_modules
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.checkpoint import Checkpoint

@@ -402,14 +402,14 @@ def test_a_whole_number_that_llama_cpp_reads_as_float_is_written_as_one() -> Non
 
 
 def test_a_file_that_llama_cpp_would_not_open_is_refused() -> None:
-    from quark_fx.export.checkpoints.gguf_reader import Reader
+    from quark_fx.checkpoints.gguf_reader import Reader
 
     with torch.device("meta"), pytest.raises(ExportError, match="context_length, feed_forward_length of bloom"):
         Reader.of(transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=64, n_layer=1)), package)
 
 
 def test_what_llama_cpp_reads_beside_transformers_is_written() -> None:
-    from quark_fx.export.checkpoints.gguf_reader import Reader
+    from quark_fx.checkpoints.gguf_reader import Reader
 
     with torch.device("meta"):
         model = transformers.NemotronForCausalLM(transformers.NemotronConfig(**SMALL))

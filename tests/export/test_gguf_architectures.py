@@ -19,8 +19,8 @@ from test_huggingface import IDS, quantized
 from torch import Tensor
 
 import quark_fx as qfx
+from quark_fx.checkpoints.gguf_architectures import ARCHITECTURES
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.gguf_architectures import ARCHITECTURES
 
 package = pytest.importorskip("gguf")
 

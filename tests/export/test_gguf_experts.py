@@ -19,9 +19,9 @@ from tiny import seeded
 from torch import Tensor
 
 import quark_fx as qfx
+from quark_fx.checkpoints.gguf_reader import Reader
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.gguf_reader import Reader
 
 package = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from quark_fx.capture.capture import unwrapped
 from quark_fx.checkpoints.files import some_of
 from quark_fx.checkpoints.gguf_file import open_gguf
+from quark_fx.checkpoints.gguf_reader import Reader
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError, CheckpointError, ConfigError, ExportError
-from quark_fx.export.checkpoints.gguf_reader import Reader
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.solvers.hessian import Entrance, Hessian

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.files import some_of
+from quark_fx.checkpoints.gguf_reader import Place, Reader
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.gguf_blocks import blocks_of, type_of
-from quark_fx.export.checkpoints.gguf_reader import Place, Reader
 from quark_fx.export.checkpoints.values import (
     Checkpoint,
     Layer,

@@ -111,4 +111,4 @@ if __name__ == "__main__":
         sys.exit(f"{type(error).__name__}: {error}")
 
 
-__all__ = ["FREQUENCIES", "RUNTIMES", "named_tensors", "scale_positions"]
+__all__ = ["RUNTIMES", "named_tensors", "scale_positions"]

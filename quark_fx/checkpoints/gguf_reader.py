@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quark_fx.checkpoints.gguf_architectures import ARCHITECTURES, Architecture
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.gguf_architectures import ARCHITECTURES
-from quark_fx.export.runtime.checkpoint_process import FREQUENCIES
 
 Array = np.ndarray[Any, Any]
 
@@ -87,6 +86,63 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Known:
+    """Keys and transforms of an architecture that transformers' GGUF reader knows, or a row of `ARCHITECTURES`.
+
+    Attributes:
+        architecture: Name of the architecture in GGUF.
+        keys: Names of configuration fields, or `None` if transformers ignores the key; keys are keys of the file.
+        assumed: Values that llama.cpp assumes for fields without a key.
+        row: Row of `ARCHITECTURES`; `None` if transformers knows the architecture.
+    """
+
+    architecture: str
+    keys: Mapping[str, str | None]
+    assumed: Mapping[str, Any]
+    row: Architecture | None
+
+    @classmethod
+    def of(cls, model_type: str, package: Any) -> Known | None:
+        """Return what is known about models of a type; `None` if nothing is.
+
+        Args:
+            model_type: `model_type` of a configuration.
+            package: Module `gguf`.
+        """
+        if row := ARCHITECTURES.get(model_type):
+            return cls(row.name, row.fields, row.assumed, row)
+        name, reading = _plain(model_type), _reading()
+        written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
+        fields = {_plain(name): name for name in reading.GGUF_CONFIG_MAPPING}
+        if name not in written or name not in fields:
+            return None
+        assumed = reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(fields[name], {})
+        return cls(written[name], reading.GGUF_CONFIG_MAPPING[fields[name]], assumed, None)
+
+    def reading(self, model: Any) -> tuple[Any, dict[str, str]]:
+        """Return the object that transforms the tensors of a file, and the names of the model's tensors.
+
+        Keys of the names are names in the file, without the ending `.weight` for stacks.
+        """
+        reading, row, config = _reading(), self.row, model.config.to_dict()
+        if row is not None:
+            processor = row.processor(reading, config)
+        else:
+            processor = reading.TENSOR_PROCESSORS.get(self.architecture, reading.TensorProcessor)(config)
+        return processor, reading.get_gguf_hf_weights_map(model, processor, None if row is None else row.name)
+
+
+def architectures(package: Any) -> list[str]:
+    """Return the names of all known architectures; `package` is the module `gguf`."""
+    written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
+    return sorted({*ARCHITECTURES, *(written[n] for n in map(_plain, _reading().GGUF_CONFIG_MAPPING) if n in written)})
+
+
+def _reading() -> Any:
+    return importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+
+
+@dataclass(frozen=True)
 class Reader:
     """Names, keys, and transforms of an architecture in transformers' GGUF reader.
 
@@ -120,31 +176,20 @@ class Reader:
             ExportError: If the architecture is unknown, the configuration lacks a value for a key that llama.cpp needs,
                 or readers would build a different model.
         """
-        reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         config = model.config
-        written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
-        fields = {_plain(name): name for name in reading.GGUF_CONFIG_MAPPING}
-        row = ARCHITECTURES.get(config.model_type)
-        architecture, known_as = written.get(_plain(config.model_type)), fields.get(_plain(config.model_type))
-        assumed: Mapping[str, Any]
-        if row is not None:
-            architecture, assumed, processor = row.name, row.assumed, row.processor(reading, config.to_dict())
-            keys = dict(row.fields)
-        elif architecture is None or known_as is None:
-            supported = ", ".join(sorted({*ARCHITECTURES, *(written[name] for name in fields if name in written)}))
+        known = Known.of(config.model_type, package)
+        if known is None:
             raise ExportError(
-                f"export.gguf does not support models of type {config.model_type}; supported: {supported}"
+                f"export.gguf does not support models of type {config.model_type}; supported: "
+                f"{', '.join(architectures(package))}"
             )
-        else:
-            processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
-            keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
-            assumed = reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {})
-        tensors = _frequencies(config, architecture)
-        assumed = {**assumed, "rope_parameters": config.rope_parameters} if tensors else assumed
-        names = reading.get_gguf_hf_weights_map(model, processor, None if row is None else architecture)
+        keys = {key: field for key, field in known.keys.items() if field}
+        tensors = _frequencies(config, known.architecture, package)
+        assumed = {**known.assumed, "rope_parameters": config.rope_parameters} if tensors else known.assumed
+        processor, names = known.reading(model)
         extra = _width_of_experts(model, names, package) | _gating(config, keys, package)
         extra |= _extra(config, keys, package)
-        reader = cls(architecture, config, _fields(package) | keys, names, processor, extra, tensors)
+        reader = cls(known.architecture, config, _fields(package) | keys, names, processor, extra, tensors)
         reader._require_keys()
         reader._require_alike(keys.values(), assumed)
         return reader
@@ -183,7 +228,7 @@ class Reader:
         return places
 
     def _value(self, field: str) -> Any:
-        return _rope(self.config).get(field, getattr(self.config, field, None))
+        return rope_of(self.config).get(field, getattr(self.config, field, None))
 
     def _place(self, stem: str, shape: tuple[int, ...], parts: int) -> Place | None:
         """Return the place of one of the `parts` tensors that hold a tensor of the model; `None` if none fits."""
@@ -283,9 +328,31 @@ def _fields(package: Any) -> dict[str, str]:
     return {key.removeprefix("{arch}."): field for key, field in named.items()}
 
 
+def file_fields(known: Known, values: Mapping[str, Any], package: Any) -> dict[str, str]:
+    """Return the names of the configuration fields that a file sets; keys are keys of the file.
+
+    Args:
+        known: Keys of the architecture.
+        values: Values of the file; keys are keys of the file.
+        package: Module `gguf`.
+    """
+    llm, more = package.Keys.LLM, _fields(package)
+    more |= {
+        llm.VOCAB_SIZE.removeprefix("{arch}."): "vocab_size",
+        package.Keys.Rope.FREQ_BASE.removeprefix("{arch}."): "rope_theta",
+        llm.EXPERT_FEED_FORWARD_LENGTH.removeprefix("{arch}."): "moe_intermediate_size",
+    }
+    del more[package.Keys.Attention.VALUE_LENGTH.removeprefix("{arch}.")]
+    fields = {**known.keys, **{key: field for key, field in more.items() if key not in known.keys}}
+    for key, other in (_EPSILONS, _EPSILONS[::-1]):
+        if fields.get(key) and key not in values:
+            fields[other] = fields[key]
+    return {key: field for key, field in fields.items() if field}
+
+
 def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]:
     """Return the values of keys that llama.cpp reads and transformers' GGUF reader ignores in favor of its defaults."""
-    rope, both = package.Keys.Rope, _rope(config)
+    rope, both = package.Keys.Rope, rope_of(config)
     theta, share = (both.get(name, getattr(config, name, None)) for name in ("rope_theta", "partial_rotary_factor"))
     values = {package.Keys.LLM.VOCAB_SIZE: config.vocab_size, rope.FREQ_BASE: theta}
     if share is not None and share != 1:
@@ -298,19 +365,24 @@ def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]
     return {key: value for key, value in entries.items() if key not in keys}
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def rope_of(config: Any) -> dict[str, Any]:
     """Return the parameters of rotary embeddings; if layers differ, the parameters of layers with full attention."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("full_attention") or parameters
 
 
-def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
+def frequencies_name(package: Any) -> str:
+    """Return the name of the tensor with the divisors of rotary frequencies; `package` is the module `gguf`."""
+    return f"{package.TENSOR_NAMES[package.MODEL_TENSOR.ROPE_FREQS]}{_WEIGHT}"
+
+
+def _frequencies(config: Any, architecture: str, package: Any) -> dict[str, Tensor]:
     """Return the tensor from which llama.cpp reads the divisors of rotary frequencies; empty without scaling.
 
     Raises:
         ExportError: If frequencies are scaled by another method than Llama 3's.
     """
-    rope = _rope(config)
+    rope = rope_of(config)
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return {}
@@ -321,7 +393,7 @@ def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     scaled, _ = utilities.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     plain = rope["rope_theta"] ** -(torch.arange(len(scaled), dtype=torch.float32) / len(scaled))
-    return {FREQUENCIES: plain / scaled}
+    return {frequencies_name(package): plain / scaled}
 
 
 def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:
@@ -358,4 +430,4 @@ def _plain(name: str) -> str:
     return name.removesuffix("_text").replace("-", "").replace("_", "")
 
 
-__all__ = ["Place", "Reader"]
+__all__ = ["Known", "Place", "Reader", "architectures", "file_fields", "frequencies_name", "rope_of"]

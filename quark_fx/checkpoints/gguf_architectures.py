@@ -41,6 +41,11 @@ class Architecture:
     steps: tuple[str, ...] = ()
     assumed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def has_experts(self) -> bool:
+        """True if files of the architecture hold experts."""
+        return "expert_count" in self.fields
+
     def processor(self, reading: Any, config: dict[str, Any]) -> Any:
         """Return a tensor processor for transformers' GGUF reader that applies all steps in order."""
         steps = [getattr(reading, name)(config) for name in ("TensorProcessor", *self.steps)]
