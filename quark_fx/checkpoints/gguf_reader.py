@@ -191,7 +191,9 @@ class Reader:
         extra |= _extra(config, keys, package)
         reader = cls(known.architecture, config, _fields(package) | keys, names, processor, extra, tensors)
         reader._require_keys()
-        reader._require_alike(keys.values(), assumed)
+        scale = scale_of_scores(known.architecture, config.to_dict())
+        for values in (assumed, {**assumed, **scale}):  # of transformers, and of llama.cpp
+            reader._require_alike(keys.values(), values)
         return reader
 
     def metadata(self) -> Iterator[tuple[str, Any]]:
@@ -328,6 +330,27 @@ def _fields(package: Any) -> dict[str, str]:
     return {key.removeprefix("{arch}."): field for key, field in named.items()}
 
 
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Numbers of layers of the models with 27 billion parameters; keys are architectures."""
+
+
+def scale_of_scores(architecture: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value that llama.cpp assumes for `query_pre_attn_scalar`, which has no key; empty for other models.
+
+    Args:
+        architecture: Name of the architecture in GGUF.
+        fields: Fields of the configuration.
+
+    Source:
+        llama.cpp, `f_attention_scale` in `load_hparams` of gemma2 and gemma3.
+    """
+    if architecture not in _LARGEST:
+        return {}
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    largest = fields["num_hidden_layers"] == _LARGEST[architecture]
+    return {"query_pre_attn_scalar": width if largest else fields.get("head_dim") or width}
+
+
 def file_fields(known: Known, values: Mapping[str, Any], package: Any) -> dict[str, str]:
     """Return the names of the configuration fields that a file sets; keys are keys of the file.
 
@@ -430,4 +453,4 @@ def _plain(name: str) -> str:
     return name.removesuffix("_text").replace("-", "").replace("_", "")
 
 
-__all__ = ["Known", "Place", "Reader", "architectures", "file_fields", "frequencies_name", "rope_of"]
+__all__ = ["Known", "Place", "Reader", "architectures", "file_fields", "frequencies_name", "rope_of", "scale_of_scores"]

@@ -18,7 +18,14 @@ from quark_fx.checkpoints.decoded import write_values
 from quark_fx.checkpoints.files import TORCH_DTYPES, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_architectures import ARCHITECTURES
 from quark_fx.checkpoints.gguf_file import open_gguf
-from quark_fx.checkpoints.gguf_reader import Known, architectures, file_fields, frequencies_name, rope_of
+from quark_fx.checkpoints.gguf_reader import (
+    Known,
+    architectures,
+    file_fields,
+    frequencies_name,
+    rope_of,
+    scale_of_scores,
+)
 from quark_fx.errors import CheckpointError
 from quark_fx.system.isolation import quiet
 from quark_fx.system.untrusted import brief
@@ -188,6 +195,7 @@ def _settings(file: Any, stored: Mapping[str, Any], path: Path, package: Any) ->
     settings = token_ids | settings
     settings.pop("_model_name_or_path", None)
     settings |= {field: values[key] for key, field in file_fields(known, values, package).items() if key in values}
+    settings |= scale_of_scores(known.architecture, settings)
     return settings | _positions(settings, known, values, stored, path, package) | dict(known.assumed)
 
 

@@ -377,7 +377,7 @@ def walk_blocks(
                 _exchange(run, context, before)
             if record is None:
                 context.keep_block(walk, index, run.learned, context.changes[before:])
-            if index + 1 < len(blocks):
+            if runs and index + 1 < len(blocks):
                 values = context.with_room(partial(_with_weights, run.module))
                 streams.advance("quantized", block, values)
                 release(values)

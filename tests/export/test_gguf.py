@@ -101,7 +101,7 @@ MODELS = {
         transformers.Qwen3Config(**SMALL, head_dim=128)
     ),
     "norms counted from one, tied": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=32)
+        transformers.Gemma3TextConfig(**SMALL, head_dim=256, sliding_window=32)
     ),
     "biases": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SMALL, "num_key_value_heads": 4})),
     "tied": lambda: llama(tie_word_embeddings=True),
@@ -355,8 +355,8 @@ DRAWN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "theta": ("StableLm", {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.25}}, False),
     "part that turns": ("StableLm", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, False),
     "activation": ("Llama", {"hidden_act": "gelu"}, False),
-    "softcap": ("Gemma2", {"head_dim": 32, "final_logit_softcapping": 3.0}, False),
-    "scores": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 3}, False),
+    "softcap": ("Gemma2", {"head_dim": 256, "final_logit_softcapping": 3.0}, False),
+    "scores": ("Gemma2", {"head_dim": 256, "query_pre_attn_scalar": 3}, False),
     "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, False),
 }
 

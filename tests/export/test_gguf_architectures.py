@@ -156,6 +156,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "window": ("Mistral", {"sliding_window": 8}, "llama, .*sliding_window"),
     "positions": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], **DEEP}, "smollm3, .*no_rope_layers"),
     "kind of layers": ("Cohere2", {"layer_types": ["full_attention"] * 4, **DEEP}, "cohere2, .*layer_types"),
+    "scale of scores in llama.cpp": (
+        "Gemma2",
+        {"head_dim": 32, "sliding_window": 8},
+        "gemma2, .*query_pre_attn_scalar",
+    ),
     "other scaling": (
         "Granite",
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},

@@ -126,8 +126,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}, "max_position_embeddings": 512},
     ),
     "phi3": ("Phi3", {"sliding_window": None}),
-    "gemma2": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 256}),
-    "gemma3": ("Gemma3", {"head_dim": 32, "sliding_window": 32}),
+    "gemma2": ("Gemma2", {"head_dim": 256, "query_pre_attn_scalar": 256}),
+    "gemma3": ("Gemma3", {"head_dim": 256, "sliding_window": 32}),
     "qwen2": ("Qwen2", {}),
     "qwen2moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 64}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
@@ -165,6 +165,22 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(2, 256), (46, 16)])
+def test_scores_of_gemma_are_scaled_as_in_llama_cpp(layers: int, scale: int, tmp_path: Path) -> None:
+    """The file has no key: llama.cpp takes the width of a head, and for 46 layers the hidden size for each head."""
+    written("Gemma2", {"head_dim": 256, "sliding_window": 8}, tmp_path / "model.gguf")
+    deep = {f"blk.{n}.{name}": t for n in range(2, layers) for name, t in _layer(tmp_path / "model.gguf").items()}
+    path = changed(tmp_path / "model.gguf", tmp_path / "deep.gguf", {"gemma2.block_count": layers}, extra=deep)
+    assert GgufSource.of(path).config["query_pre_attn_scalar"] == scale
+
+
+def _layer(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Return zeros in the shapes of the tensors of the first layer; keys are their names in the layer."""
+    tensors = package.GGUFReader(path).tensors
+    shapes = {t.name.removeprefix("blk.0."): t.shape[::-1] for t in tensors if t.name.startswith("blk.0.")}
+    return {name: np.zeros(tuple(map(int, shape)), np.float32) for name, shape in shapes.items()}
 
 
 def test_all_rows_are_among_them() -> None:
