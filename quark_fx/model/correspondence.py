@@ -108,11 +108,20 @@ def correspond(
     _place_maps(model, view, changes)
     _place_constants(model, view, kept, changes, wholes)
     inside = {node: path for path, (call, _) in changes.slices.items() for node in call.nodes}
+    for node, path in inside.items():
+        _keep_outer_calls(node, path)
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
     changes.attentions, attended = place_attentions(view.graph, view.rounded)
     rest = {edge: a for edge, a in view.rounded.items() if edge not in within | attended}
     changes.rounding = place_rounding(view.graph, rest, view.branches, at_readers=at_readers)
     return changes
+
+
+def _keep_outer_calls(node: Node, path: str) -> None:
+    """Remove the calls inside a replaced module from a node: its submodules do not run, and cannot round values."""
+    stack = node.meta.get("nn_module_stack") or {}
+    outer = [key for key, (at, _) in stack.items() if f"{path}.".startswith(f"{at}.") or not at]
+    node.meta["nn_module_stack"] = {key: stack[key] for key in outer}
 
 
 def _name_modules_once(model: nn.Module, view: FloatView) -> None:

@@ -969,3 +969,52 @@ def test_a_hook_of_a_module_that_a_pass_replaced_is_named(place: str, lost: int)
     messages = [str(w.message) for w in caught if "drops the hooks" in str(w.message)]
     assert (len(seen), len(messages)) == (1 - lost, lost)
     assert all(f"save of {place}:" in message for message in messages)
+
+
+class CalledTwice(nn.Module):
+    """A sum of two calls of a convolution; conversion folds the factor of the second into its weight."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.conv(x)) + self.conv(x * 0.5)
+        return y
+
+
+class ReadsResult(nn.Module):
+    """A convolution with the model's own weight, whose rounded input is the result of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, nn.Parameter(rand(3, 3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(self.inner(x), self.weight)
+
+
+TWICE: dict[str, Callable[[], nn.Module]] = {
+    "whole model": lambda: CalledTwice(norm=False),
+    "with a norm": lambda: CalledTwice(norm=True),
+    "between": lambda: nn.Sequential(nn.Conv2d(3, 3, 1), CalledTwice(norm=True), nn.ReLU(), nn.Conv2d(3, 3, 1)),
+    "before softmax": lambda: nn.Sequential(CalledTwice(norm=False), nn.Softmax(-1)),
+    "result rounded": lambda: ReadsResult(CalledTwice(norm=False)),
+}
+
+
+@pytest.mark.parametrize("config", [INT8_STATIC, INT8_DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_replaced_module_rounds_what_its_submodules_would(name: str, config: QuantConfig) -> None:
+    """Their hooks do not run, because a piece of the quantized graph computes the module."""
+    x = rand(2, 3, 6, 6)
+    qmodel = quantize(seeded(TWICE[name]()), config, [x])
+    if name == "result rounded" and config is INT8_DYNAMIC:
+        with pytest.raises(qfx.QuarkError, match="reads a rounded activation"):
+            qmodel.eager()
+        return
+    eager = qmodel.eager()
+    assert any(isinstance(module, Rewritten) for module in eager.modules())
+    for batch in (x, 2 * rand(3, 3, 6, 6, seed=5)):
+        with torch.no_grad():
+            torch.testing.assert_close(eager(batch), qmodel(batch), rtol=0, atol=1e-5)
