@@ -16,7 +16,7 @@ import torch
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, NotImplemented, RuntimeException
 from test_onnx_rules import CODES, IMAGE, MATRIX, STATIC, WEIGHT, described, graph, run
 from test_openvino import STATIC as OPENVINO
-from test_openvino import Joined, Shared, Sized, needs_openvino
+from test_openvino import Joined, Shared, Sized, Tied, needs_openvino
 from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
@@ -193,10 +193,14 @@ def test_onnx_runtime_has_the_fault_without_the_row_alone(name: str, text: str, 
 
 SIGNED_INPUT = OPENVINO.replace(input=qfx.TensorSpec(format=INT8), output=None)
 CIRCULAR = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")
+IN_CODES = qfx.presets.INT8_WEIGHT_ONLY.replace(target="openvino")
+IN_FLOAT = IN_CODES.replace(exclude=("*",))
 IN_OPENVINO: dict[str, tuple[Callable[[], nn.Module], qfx.QuantConfig, list[Tensor], bool]] = {
     "convolution without a bias": (lambda: Shared("residual"), OPENVINO, [rand(2, 16, 8, 8)], False),
     "signed codes of a convolution": (lambda: Joined("of channels"), SIGNED_INPUT, images(4), False),
     "rounded values of free sizes": (lambda: Sized("rectified"), OPENVINO, [rand(4, 3, 8, 8)], True),
+    "scales along another axis": (lambda: Tied("tied", 48), IN_CODES, [rand(4, 32)], False),
+    "square weight read in two directions": (lambda: Tied("tied", 32), IN_FLOAT, [rand(4, 32)], False),
     "circular padding": (lambda: CIRCULAR, OPENVINO, [rand(2, 3, 5, 6)], False),
 }
 

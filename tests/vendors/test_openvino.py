@@ -15,6 +15,8 @@ from tiny import Residual, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
+import quark_fx.vendors.intel.workarounds
+from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
 from quark_fx.graph.nodes import QUANTIZE, target_name
 from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
@@ -384,3 +386,64 @@ def test_every_channel_keeps_its_bias_where_sizes_are_measured(first: str, reade
     others = [rand(3, 3, 12, 16)]
     assert qfx.verify(qmodel, file, others, runtime="openvino").max_steps <= 1
     assert qfx.verify(qmodel, file, others).max_steps <= 1
+
+
+class Tied(nn.Module):
+    """A layer whose weight is also read as a matrix, as a table, or by a second layer."""
+
+    def __init__(self, how: str, size: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, size)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        if "table" in self.how:
+            x = nn.functional.embedding(x, weight)
+        x = self.first(x)
+        if self.how in ("tied", "tied table"):
+            x = nn.functional.linear(x, weight.t())
+        elif self.how == "multiplied":
+            x = torch.relu(x) @ weight
+        elif self.how == "thrice":
+            x = self.first(x @ weight)
+        elif self.how == "in one direction":
+            x = self.first(torch.relu(x)[:, :32])
+        return x
+
+
+WEIGHT = INT8_WEIGHT_ONLY.weight
+READ_IN_OPENVINO = {
+    "int8": INT8_WEIGHT_ONLY,
+    "int8 per tensor": INT8_WEIGHT_ONLY.replace(weight=WEIGHT.replace(granularity="tensor")),
+    "int8 asymmetric": INT8_WEIGHT_ONLY.replace(weight=WEIGHT.replace(symmetry="asymmetric")),
+    "int4 groups": GROUPS_OF_16,
+    "int8 static": INT8_STATIC,
+    "float": INT8_STATIC.replace(exclude=("*",)),
+}
+
+
+@needs_openvino
+@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("how", ["tied", "multiplied", "thrice", "in one direction", "table", "tied table"])
+@pytest.mark.parametrize("scales", READ_IN_OPENVINO)
+def test_a_weight_is_read_in_every_direction(scales: str, how: str, size: int, tmp_path: Path) -> None:
+    data = [torch.arange(12) if "table" in how else rand(4, 32)]
+    config = READ_IN_OPENVINO[scales].replace(target="openvino")
+    qmodel, path = exported(seeded(Tied(how, size)), config, data, tmp_path)
+    assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= (1 if scales == "int8 static" else 0.01)
+
+
+@needs_openvino
+def test_a_table_keeps_the_scales_of_its_columns(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 10, opset_import: ["" : 21]> g (int64[3] i) => (float[3,4] y)'
+        "<int8[4,4] w = {1, -2, 3, 4, 5, -6, 7, 8, -9, 10, 11, 12, 13, 14, -15, 16}, float[4] s = {0.1, 0.2, 0.3, 0.4}>"
+        "{ d = DequantizeLinear<axis=1>(w, s)  y = Gather(d, i) }"
+    )
+    model = onnx_ir.from_onnx_text(text)
+    WORKAROUNDS["scales along another axis"](model)
+    onnx_ir.save(model, tmp_path / "model.onnx")
+    (found,) = OpenVinoRunner(tmp_path / "model.onnx").run_in_order([torch.tensor([0, 3, 1])]).values()
+    rows = torch.tensor([[1, -2, 3, 4], [13, 14, -15, 16], [5, -6, 7, 8]])
+    torch.testing.assert_close(torch.as_tensor(found), rows * torch.tensor([0.1, 0.2, 0.3, 0.4]))

@@ -32,6 +32,9 @@ _COPIES = 2
 _TOO_NEW = ("Current official support for domain", "Unsupported model IR version")
 """Parts of the error messages of an ONNX Runtime that is too old for the opset of a file."""
 
+_NEXT = "Replace the operator, or exclude a layer next to it from quantization"
+"""Next step after a runtime fails to load or run a file."""
+
 
 @dataclass(frozen=True)
 class NotRun:
@@ -111,7 +114,7 @@ def _in_runtime(runner_class: type[FileRunner], path: Path, model: ir.Model, qmo
         runner = runner_class(path)
     except Exception as error:
         where = _where(error, model, qmodel.graph_module)
-        raise ExportError(f"{path.name} does not load in {name} {version}: {error}{where}") from error
+        raise ExportError(f"{path.name} does not load in {name} {version}: {error}{where}\n{_NEXT}") from error
     reason = _run(runner, f"{path.name} fails in {name} {version}", model, qmodel)
     return NotRun(name, reason, loads=True) if reason else None
 
@@ -140,10 +143,7 @@ def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedMod
     except Exception as error:
         if not _runs_in_torch(gm, sample):
             return "the sample does not run in torch either; run qfx.verify with a batch"
-        raise ExportError(
-            f"{failure} on one sample: {error}{_where(error, model, gm)}\nReplace the operator, or exclude a layer "
-            "next to it from quantization"
-        ) from error
+        raise ExportError(f"{failure} on one sample: {error}{_where(error, model, gm)}\n{_NEXT}") from error
     return ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
@@ -10,6 +12,7 @@ from quark_fx.export.to_onnx.edit import (
     array_of,
     made_by,
     operand,
+    permutation,
     replace_node,
     shape_of,
     stored_array,
@@ -87,11 +90,85 @@ def _rounds_free_sizes(node: ir.Node) -> bool:
 
 def _keep_bias(model: ir.Model, node: ir.Node) -> None:
     """Insert a leaky ReLU of slope 1, which changes no value, and which OpenVINO fuses into the convolution."""
-    value = operand(node)
+    _put_leaky_relu(node, 0)
+
+
+_WEIGHT = {"MatMul": 1, "Gemm": 1, "Gather": 0}
+"""Input number of the weight of products and lookups."""
+_STEPS = ("Transpose", "Reshape", "Cast", "DequantizeLinear")
+"""Operators between a stored weight and its reader that OpenVINO fuses into the reader."""
+
+
+def _source(node: ir.Node) -> tuple[ir.Value | None, ir.Node | None, int | None]:
+    """Return the stored weight of a product or lookup, its dequantizer, and one axis of the stored weight.
+
+    The axis is the one that a product sums, or the rows of a table; `None` after a reshape.
+    """
+    value = node.inputs[_WEIGHT[node.op_type]]
+    axis: int | None = 0
+    if node.op_type != "Gather" and value is not None and value.shape is not None:
+        axis = value.shape.rank() - (1 if node.attributes.get_int("transB", 0) else 2)
+    dequantizer = None
+    while (step := made_by(value, *_STEPS)) is not None:
+        value = operand(step)
+        if step.op_type == "Reshape" or value.shape is None:
+            axis = None
+        elif step.op_type == "Transpose" and axis is not None and axis >= 0:
+            axis = permutation(step, value.shape.rank())[axis]
+        elif step.op_type == "DequantizeLinear":
+            dequantizer = step
+    return (value if value is not None and value.is_initializer() else None), dequantizer, axis
+
+
+def _products(value: ir.Value) -> Iterator[ir.Node]:
+    """Yield the products whose weight is a stored value."""
+    for reader, index in value.uses():
+        if reader.op_type in ("MatMul", "Gemm") and index == 1:
+            yield reader
+        elif reader.op_type in _STEPS and index == 0:
+            yield from _products(reader.outputs[0])
+
+
+def _reads_scales_along_other_axis(node: ir.Node) -> bool:
+    """Tell whether scales vary along another axis than OpenVINO expects.
+
+    It expects scales of outputs or of groups of summed values for a product, and scales of rows for a table.
+    """
+    value, dequantizer, axis = _source(node)
+    if value is None or dequantizer is None or all(size == 1 for size in shape_of(operand(dequantizer, 1))):
+        return False
+    if axis is None:
+        return True
+    varies = dequantizer.attributes.get_int("axis", 1) % shape_of(value).rank()
+    groups = dequantizer.attributes.get_int("block_size", 0) > 0
+    if node.op_type == "Gather":
+        return not groups and varies != axis
+    return varies != axis if groups else varies == axis
+
+
+def _reads_square_untransposed(node: ir.Node) -> bool:
+    """Tell whether a product reads a square weight as it is stored, and another product reads it transposed."""
+    value, _, axis = _source(node)
+    if value is None or axis is None:
+        return False
+    shape = shape_of(value)
+    rank = shape.rank()
+    if rank < 2 or shape[-1] != shape[-2] or axis != rank - 2:
+        return False
+    return any(_source(other)[2] == rank - 1 for other in _products(value))
+
+
+def _compute_at_load(model: ir.Model, node: ir.Node) -> None:
+    """Insert a leaky ReLU of slope 1 before the weight, so that OpenVINO dequantizes it once, at load time."""
+    _put_leaky_relu(node, _WEIGHT[node.op_type])
+
+
+def _put_leaky_relu(node: ir.Node, index: int) -> None:
+    value = operand(node, index)
     same = ir.node("LeakyRelu", [value], attributes={"alpha": 1.0})
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
     node.prepend(same)
-    node.replace_input_with(0, same.outputs[0])
+    node.replace_input_with(index, same.outputs[0])
 
 
 def _pads_in_circles(node: ir.Node) -> bool:
@@ -149,6 +226,23 @@ _ROWS = {
         operators=("QuantizeLinear",),
         condition=_rounds_free_sizes,
         rewrite=_keep_bias,
+    ),
+    "scales along another axis": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="applies the scales of a product's summed values to its outputs, and the scales of a table's columns to "
+        "its rows: wrong results, a crash, or, for groups, a file that does not load",
+        operators=("MatMul", "Gemm", "Gather"),
+        condition=_reads_scales_along_other_axis,
+        rewrite=_compute_at_load,
+    ),
+    "square weight read in two directions": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="multiplies by the weight in the same direction twice if one product reads it transposed, in float too",
+        operators=("MatMul", "Gemm"),
+        condition=_reads_square_untransposed,
+        rewrite=_compute_at_load,
     ),
     "circular padding": Workaround(
         runtime="openvino",
