@@ -413,6 +413,7 @@ class Tied(nn.Module):
 
 
 WEIGHT = INT8_WEIGHT_ONLY.weight
+assert WEIGHT is not None
 READ_IN_OPENVINO = {
     "int8": INT8_WEIGHT_ONLY,
     "int8 per tensor": INT8_WEIGHT_ONLY.replace(weight=WEIGHT.replace(granularity="tensor")),

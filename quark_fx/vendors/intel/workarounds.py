@@ -139,7 +139,7 @@ def _reads_scales_along_other_axis(node: ir.Node) -> bool:
         return False
     if axis is None:
         return True
-    varies = dequantizer.attributes.get_int("axis", 1) % shape_of(value).rank()
+    varies: int = dequantizer.attributes.get_int("axis", 1) % shape_of(value).rank()
     groups = dequantizer.attributes.get_int("block_size", 0) > 0
     if node.op_type == "Gather":
         return not groups and varies != axis
