@@ -21,7 +21,7 @@ from quark_fx.checkpoints.open_checkpoint import method_of, open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache
-from quark_fx.engine.calibration_data import CalibrationData
+from quark_fx.engine.calibration_data import CalibrationData, require_batches
 from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
@@ -473,17 +473,7 @@ def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
     """
     if data is None:
         return None, ()
-    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # some datasets have only __getitem__
-    if (
-        isinstance(data, torch.Tensor | Mapping | str)
-        or hasattr(data, "keys")
-        or hasattr(data, "__array__")
-        or not several
-    ):
-        remedy = "call it and pass the result" if callable(data) else "wrap a single batch in a list"
-        raise CalibrationError(
-            f"{purpose}_data must be an iterable of batches, not a single {type(data).__name__}; {remedy}"
-        )
+    require_batches(data, f"{purpose}_data", CalibrationError)
     iterator = as_called(data)
     for first in iterator:
         if first is None:

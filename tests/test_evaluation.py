@@ -693,3 +693,19 @@ def test_an_exported_file_of_8_bit_floats_runs_as_the_graph_says(tmp_path: Path)
     qfx.export.onnx(qmodel, tmp_path / "a.onnx")
     (distance,) = compare(qmodel, tmp_path / "a.onnx", tokens())
     assert distance.sqnr > 60
+
+
+@pytest.mark.parametrize("batches", [5, torch.zeros(2, 3), {"x": torch.zeros(2, 3)}], ids=["5", "tensor", "mapping"])
+def test_a_single_batch_is_not_an_iterable_of_batches(batches: Any) -> None:
+    kind = type(batches).__name__
+    words = rf"must be an iterable of batches, not a single {kind}; wrap a single batch in a list"
+    with pytest.raises(qfx.QuarkError, match=f"^batches {words}"):
+        compare(torch.relu, torch.relu, batches)
+    for task in (Classification, LanguageModeling, partial(Embedding, reference=torch.relu)):
+        with pytest.raises(qfx.QuarkError, match=f"^batches of .* {words}"):
+            task(batches)
+
+
+def test_empty_batches_are_not_compared() -> None:
+    with pytest.raises(qfx.QuarkError, match=r"batch 1: the outputs are empty; pass batches with values"):
+        compare(torch.relu, torch.relu, [torch.ones(2, 3), torch.ones(0, 3)])

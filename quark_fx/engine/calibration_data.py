@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.ranks import ALONE, Ranks
-from quark_fx.errors import CalibrationError
+from quark_fx.errors import CalibrationError, QuarkError
 from quark_fx.graph.signature import BatchShape, batch_shape
 from quark_fx.system import accelerator
 from quark_fx.system.isolation import warn
@@ -302,6 +302,21 @@ class CalibrationData:
 def refusal(judged_on: str, error: float) -> str:
     """Return the reason for rejecting a change, given the name of the data and the error on it with the change."""
     return f"no better on {judged_on} ({error:.3g})"
+
+
+def require_batches(data: Any, name: str, error: Callable[[str], Exception] = QuarkError) -> None:
+    """Raise an error unless `data` is an iterable of batches; a single batch, such as a tensor, is not.
+
+    Args:
+        data: Batches as the user passed them.
+        name: Name of the argument, for the message.
+        error: Class of the error.
+    """
+    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # some datasets have only __getitem__
+    single = isinstance(data, Tensor | Mapping | str) or hasattr(data, "keys") or hasattr(data, "__array__")
+    if single or not several:
+        remedy = "call it and pass the result" if callable(data) else "wrap a single batch in a list"
+        raise error(f"{name} must be an iterable of batches, not a single {type(data).__name__}; {remedy}")
 
 
 def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quark_fx.engine.calibration_data import require_batches
 from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import named_tensors, runner_of, same_place
 
@@ -43,13 +44,17 @@ def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, 
         batches: Batches in the form of calibration data.
 
     Raises:
-        QuarkError: If `batches` is empty, or the models do not have a common output.
+        QuarkError: If `batches` is empty or a single batch, a batch is empty, or the models do not have a common output.
     """
+    require_batches(batches, "batches")
     runs = runner_of(first), runner_of(second)
     sums: dict[str, _Sums] = {}
-    for batch in batches:
+    for number, batch in enumerate(batches):
         outputs = [{same_place(k): v for k, v in named_tensors(run(batch)).items()} for run in runs]
-        for name, a, b in _pairs(*outputs):
+        pairs = _pairs(*outputs)
+        if not any(a.numel() for _, a, _ in pairs):
+            raise QuarkError(f"batch {number}: the outputs are empty; pass batches with values")
+        for name, a, b in pairs:
             sums.setdefault(name, _Sums()).add(name, a, b)
     if not sums:
         raise QuarkError("there is no batch to compare the models on; pass at least one batch")

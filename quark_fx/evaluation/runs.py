@@ -28,9 +28,15 @@ from quark_fx.export.runtime.checkpoint_process import named_tensors, scale_posi
 from quark_fx.export.runtime.checkpoint_runners import CHECKPOINT_RUNNERS
 from quark_fx.export.runtime.runners import RUNNERS, FileRunner, Runner, TorchRunner
 from quark_fx.model.serialization import load
+from quark_fx.system.names import unknown
 
 Run = Callable[[Any], Any]
 """Function, such as a `Runner`, from a batch in the form of calibration data to the result of the model."""
+
+_FORMS = (
+    f"pass an .onnx or .gguf file, a directory that save() wrote ({GRAPH_FILE}), or a checkpoint of transformers "
+    "(config.json)"
+)
 
 
 def runner_of(model: Any, runtime: str | None = None) -> Runner:
@@ -48,6 +54,8 @@ def runner_of(model: Any, runtime: str | None = None) -> Runner:
     """
     if runtime is not None:
         runtimes: dict[str, type[Runner]] = {**RUNNERS, **CHECKPOINT_RUNNERS}
+        if runtime not in (*runtimes, "torch"):
+            raise unknown("runtime", runtime, runtimes, also=", or add one with register_runner")
         if runtime not in runtimes or not isinstance(model, str | os.PathLike):
             what = model if isinstance(model, str | os.PathLike) else f"a {type(model).__name__}"
             raise QuarkError(
@@ -75,17 +83,14 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     if path.suffix == ".onnx":
         return _opened(path, "onnxruntime")
     if not os.path.exists(path):  # Path.exists raises an error for names that are too long
-        raise QuarkError(f"{path} does not exist")
+        raise QuarkError(f"{path} does not exist; {_FORMS}")
     if (path / GRAPH_FILE).is_file():
         return load(path)
     if (path / "config.json").is_file():
         return _quantized_checkpoint(path) if quantized_by(read_configuration(path)) else open_checkpoint(path)
     if path.suffix == ".gguf":
         return _gguf_model(path)
-    raise QuarkError(
-        f"{path} is not a model that can be run; pass an .onnx or .gguf file, a directory that save() wrote "
-        f"({GRAPH_FILE}), or a checkpoint of transformers (config.json)"
-    )
+    raise QuarkError(f"{path} is not a model that can be run; {_FORMS}")
 
 
 def _opened(path: Path, runtime: str) -> FileRunner:
@@ -95,7 +100,7 @@ def _opened(path: Path, runtime: str) -> FileRunner:
     except ExportError:
         raise
     except Exception as error:  # protobuf and the runtimes raise errors of many types
-        raise ExportError(f"{path} cannot be loaded: {error}") from error
+        raise ExportError(f"{path} cannot be loaded: {error}; pass a file that qfx.export.onnx wrote") from error
 
 
 def _gguf_model(path: Path) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from quark_fx.engine.calibration_data import require_no_nan
+from quark_fx.engine.calibration_data import require_batches, require_no_nan
 from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import Run, main_tensor, runner_of
 
@@ -71,6 +71,9 @@ class LanguageModeling:
     batches: Iterable[Mapping[str, Tensor]]
     reference: Any = None
 
+    def __post_init__(self) -> None:
+        require_batches(self.batches, "batches of LanguageModeling")
+
     def __call__(self, run: Run) -> dict[str, float]:
         reference = None if self.reference is None else runner_of(self.reference)
         loss, divergence, tokens = 0.0, 0.0, 0
@@ -109,6 +112,9 @@ class Classification:
 
     batches: Iterable[tuple[Any, Tensor]]
     reference: Any = None
+
+    def __post_init__(self) -> None:
+        require_batches(self.batches, "batches of Classification")
 
     def __call__(self, run: Run) -> dict[str, float]:
         reference = None if self.reference is None else runner_of(self.reference)
@@ -149,6 +155,9 @@ class Embedding:
 
     batches: Iterable[Any]
     reference: Any
+
+    def __post_init__(self) -> None:
+        require_batches(self.batches, "batches of Embedding")
 
     def __call__(self, run: Run) -> dict[str, float]:
         reference = runner_of(self.reference)

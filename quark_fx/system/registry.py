@@ -35,6 +35,8 @@ class Registry(dict[str, E], Generic[E, V]):
         error: Error class for names that are unknown or already used.
         answers: Values of the attributes of a `Stored` value of this kind; keys are names of attributes.
         remedy: Advice in errors about `Stored` values, in addition to importing the module that registers them.
+        names_of: Things that have the names already, such as "operators"; empty if modules choose the names. A module
+            may then replace its own entry by any other definition.
     """
 
     every: ClassVar[list[Registry[Any, Any]]] = []
@@ -49,10 +51,11 @@ class Registry(dict[str, E], Generic[E, V]):
         error: Callable[[str], Exception] = ConfigError,
         answers: Mapping[str, Any] | None = None,
         remedy: str = "",
+        names_of: str = "",
     ) -> None:
         super().__init__()
         self.what, self.by_name, self.spelled, self.error = what, by_name, spelled, error
-        self.answers, self.remedy = answers or {}, remedy
+        self.answers, self.remedy, self.names_of = answers or {}, remedy, names_of
         self._owners: dict[str, tuple[str, str]] = {}
         self._names: dict[int, str] = {}
         self._definitions: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -82,10 +85,15 @@ class Registry(dict[str, E], Generic[E, V]):
             name = name or self.spelled(entry.__name__)  # type: ignore[attr-defined]
         else:
             owner = (sys._getframe(depth).f_globals.get("__name__", ""), "")
-        if name in self and _definition(self._owners.get(name, owner)) != _definition(owner):
+        compared = 1 if self.names_of else 2  # whether only the modules have to be equal
+        if name in self and _definition(self._owners.get(name, owner))[:compared] != _definition(owner)[:compared]:
             raise self.error(
-                f"{_place(owner)} registers {self.what} {name!r}, but {self.owner(name)} already uses that name, by "
-                "which configurations and files refer to it; choose another name"
+                f"{_place(owner)} registers {self.what} {name!r}, but {self.owner(name)} already "
+                + (
+                    f"does; the names are those of {self.names_of}, so only its module can register another"
+                    if self.names_of
+                    else "uses that name, by which configurations and files refer to it; choose another name"
+                )
             )
         self[name], self._owners[name] = entry, owner
         if hasattr(entry, "__qualname__"):

@@ -528,6 +528,86 @@ def test_a_lowering_that_is_registered_is_used(
     assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= another_order(4)
 
 
+def misfit(x: Any) -> Any:
+    return x
+
+
+def broken(x: Any, a: float) -> Any:
+    raise KeyError("oops")
+
+
+def forgetful(x: Any, a: float) -> Any:
+    return None
+
+
+def generous(x: Any, a: float) -> Any:
+    return x, x
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (misfit, r"TypeError: misfit\(\) takes 1 positional argument but 2 were given"),
+        (broken, r"KeyError: 'oops'"),
+        (forgetful, r"TypeError: it returns NoneType, but the operator has 1 output"),
+        (generous, r"TypeError: it returns 2 values, but the operator has 1 output"),
+    ],
+)
+def test_a_lowering_that_fails_is_named_with_its_node_and_its_error(
+    function: Callable[..., Any], cause: str, tmp_path: Path
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.celu(nn.functional.celu(self.linear(x), 0.5), 0.5)
+
+    qfx.export.lowers("aten.celu.default")(function)
+    qmodel = quantize(seeded(Model()), "int8_static", [rand(4, 4)])
+    line = Model.forward.__code__.co_firstlineno + 1
+    with pytest.raises(
+        qfx.ExportError,
+        match=rf"^the ONNX lowering {__name__}\.{function.__name__} fails:\n"
+        rf"  aten\.celu\.default at %celu \({re.escape(__file__)}:{line}\)\n  {cause}.*\nCorrect the function",
+    ):
+        exported(qmodel, tmp_path)
+
+
+def test_operators_without_a_lowering_are_listed_as_the_model_has_them(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.special.bessel_j0(self.linear(x))
+            return torch.linalg.eigvalsh(y)
+
+    qmodel = quantize(seeded(Model()), "int8_static", [rand(4, 4)])
+    line = Model.forward.__code__.co_firstlineno + 1
+    with pytest.raises(qfx.ExportError) as caught:
+        exported(qmodel, tmp_path)
+    first, *rows, remedy = str(caught.value).splitlines()
+    assert first == "2 node(s) have no ONNX lowering:"
+    assert rows == [
+        f"  aten.special_bessel_j0.default at %special_bessel_j0 ({__file__}:{line}), which torch decomposes into "
+        "prims.bessel_j0.default",
+        f"  aten.linalg_eigvalsh.default at %linalg_eigvalsh ({__file__}:{line + 1}), which torch decomposes into "
+        "aten._linalg_eigh.default",
+    ]
+    assert "quark_fx.export.lowers" in remedy
+
+
+def test_a_lowering_of_a_misspelled_operator_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(qfx.ExportError, match=r"torch has no operator aten\.relo\.default; .*mean 'aten\.relu\.default'"):
+        qfx.export.lowers("aten.relo.default")(misfit)
+    name = "library_that_is_imported_later.mystery.default"
+    qfx.export.lowers(name)(misfit)
+    assert LOWERINGS[name] is misfit
+
+
 @pytest.mark.parametrize("name", sorted(LOWERINGS))
 def test_every_lowering_is_of_an_operator_that_exists(name: str) -> None:
     if name.startswith("transformers"):

@@ -76,9 +76,13 @@ def test_a_runner_from_outside_checks_the_files_of_its_target(
 def test_other_runtimes_open_no_file(tmp_path: Path) -> None:
     with pytest.raises(qfx.QuarkError, match=r"runtime='torch' cannot open .*'onnxruntime' or 'openvino'"):
         runner_of(tmp_path / "model.onnx", "torch")
+    with pytest.raises(
+        qfx.QuarkError, match=r"unknown runtime 'onxruntime'; .*register_runner; did you mean 'onnxruntime'"
+    ):
+        runner_of("m.onnx", "onxruntime")
     with pytest.raises(qfx.QuarkError, match=r"runtime='openvino' cannot open .*pass the path of a file"):
         runner_of(mlp(), "openvino")
-    with pytest.raises(qfx.ExportError, match=r"gone\.onnx cannot be loaded"):
+    with pytest.raises(qfx.ExportError, match=r"gone\.onnx cannot be loaded.*; pass a file that qfx\.export\.onnx wrote"):
         runner_of(str(tmp_path / "gone.onnx"))
 
 

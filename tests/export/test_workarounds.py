@@ -25,6 +25,7 @@ import quark_fx.vendors.intel.workarounds
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, write_in_format
+from quark_fx.export.to_onnx.rules import onnx_rule
 from quark_fx.export.to_onnx.workarounds import MEASURED, WORKAROUNDS, Workaround, register_workaround
 from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT8_STATIC
@@ -266,6 +267,37 @@ def test_mistakes_of_a_runtime_are_worked_around_for_that_runtime_alone(runtime:
     model = graph(f"{MATRIX} | float[4] one = {{1, 1, 1, 1}} | s = Add(x, one)  y = LayerNormalization(s, one)")
     write_in_format(model, FORMATS["qdq"], FormatOptions(), OnnxFiles(runtime=runtime))
     assert [node.op_type for node in model.graph] == [kind, "LayerNormalization"]
+
+
+def failing(model: ir.Model, node: ir.Node) -> None:
+    raise KeyError("axis")
+
+
+@pytest.mark.parametrize("place", ["condition", "rewrite"])
+def test_a_row_that_fails_is_named_with_its_node(place: str) -> None:
+    functions: dict[str, Any] = {"condition": lambda _: True, "rewrite": lambda *_: None}
+    functions[place] = (lambda node: failing(model, node)) if place == "condition" else failing
+    row = Workaround(runtime="gizmo", versions=("0.1",), fault="none", operators=("Flatten",), **functions)
+    register_workaround("flattened values", row)
+    node = ir.node("Flatten", [ir.Value(name="x")], name="flat")
+    model = ir.Model(ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": 21}), ir_version=10)
+    with pytest.raises(ExportError, match=r"^workaround 'flattened values' fails at Flatten flat: KeyError: 'axis'; corr"):
+        row(model)
+    rule = onnx_rule("Flatten")(failing)
+    with pytest.raises(ExportError, match=r"^rule failing fails at Flatten flat: KeyError: 'axis'; correct"):
+        rule(model)
+
+
+def test_the_operators_of_a_row_are_several_names() -> None:
+    with pytest.raises(qfx.ConfigError, match=r"operators of Workaround must be .*; write operators=\('Sigmoid',\)"):
+        Workaround(
+            runtime="gizmo",
+            versions=("0.1",),
+            fault="none",
+            operators="Sigmoid",  # type: ignore[arg-type]
+            condition=lambda _: True,
+            rewrite=failing,
+        )
 
 
 def test_a_row_from_outside_runs_in_the_files_of_its_runtime_alone(tmp_path: Path) -> None:

@@ -70,9 +70,8 @@ def define(name: str, kind: str) -> Any:
 def test_a_name_belongs_to_the_module_that_registered_it(kind: str, taken: str, owner: str, free: str) -> None:
     translation_table()  # imports the lowerings of the package
     before = [dict(registry) for registry in Registry.every]
-    with pytest.raises(
-        qfx.QuarkError, match=rf"{__name__}.* registers .*, but {owner} already uses that name, .*another name"
-    ):
+    refusal = "does; .* operators, so only its module" if kind == "lowering" else "uses that name, .*another name"
+    with pytest.raises(qfx.QuarkError, match=rf"{__name__}.* registers .*, but {owner} already {refusal}"):
         define(taken, kind)
     assert before == [dict(registry) for registry in Registry.every]
     define(free, kind)
@@ -89,6 +88,18 @@ def test_an_observer_of_a_cell_that_ran_twice_is_stored(tmp_path: Path) -> None:
         loaded = qfx.load(tmp_path).config.input
         assert loaded is not None
         assert type(loaded.observer) is second
+
+
+def test_a_module_replaces_its_lowering_by_another_function() -> None:
+    """The name is that of an operator, so that the module cannot choose another."""
+
+    def first(x: Any) -> Any: ...
+
+    def second(x: Any) -> Any: ...
+
+    for function in (first, second):
+        qfx.export.lowers("aten.relu.default")(function)
+    assert LOWERINGS["aten.relu.default"] is second
 
 
 def test_another_definition_of_the_same_module_is_refused() -> None:

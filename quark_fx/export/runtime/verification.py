@@ -17,7 +17,7 @@ from torch.fx import Interpreter, Node
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.config.target import TARGETS
-from quark_fx.engine.calibration_data import first_sample
+from quark_fx.engine.calibration_data import first_sample, require_batches
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_runners import (
@@ -227,11 +227,8 @@ def verify(
             cannot be loaded or has other inputs or outputs than the model.
     """
     if runtime is not None and runtime not in (runtimes := (*RUNNERS, *CHECKPOINT_RUNNERS, "torch")):
-        raise unknown("runtime", runtime, runtimes)
-    if isinstance(batches, Tensor | Mapping):
-        raise ExportError(
-            f"batches must be an iterable of batches, not a single {type(batches).__name__}; wrap it in a list"
-        )
+        raise unknown("runtime", runtime, runtimes, also=", or add one with register_runner")
+    require_batches(batches, "batches", ExportError)
     if isinstance(qmodel, QATModel):
         qmodel = qmodel.convert()
     if is_generation_folder(Path(path)):

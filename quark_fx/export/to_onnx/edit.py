@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.errors import ExportError
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -25,6 +27,13 @@ class Kept:
     operator: str
     reason: str
     rule: str = ""
+
+
+def failure(what: str, node: ir.Node, error: Exception) -> ExportError:
+    """Return the error for a function of `what`, such as a rule, that raised `error` at a node."""
+    return ExportError(
+        f"{what} fails at {node.op_type} {node.name}: {type(error).__name__}: {error}; correct its functions"
+    )
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:

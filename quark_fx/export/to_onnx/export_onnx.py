@@ -19,7 +19,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, OnnxFormat, find_format, write_in_format
 from quark_fx.export.to_onnx.respelling import respelled
-from quark_fx.export.to_onnx.translation import translate, translation_table
+from quark_fx.export.to_onnx.translation import LoweringError, translate, without_lowering
 from quark_fx.graph.nodes import (
     DEQUANTIZE,
     QUANTIZE,
@@ -235,13 +235,13 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
         except torch.onnx.OnnxExporterError as error:
             # Some operator lacks a lowering: let torch decompose the graph and try again.
             errors.append(error)
-            logger.debug("decomposing, since %s", _root(error))
+            logger.debug("decomposing, since %s", _causes(error)[-1])
             continue
         _name_codes(gm, model)
         _name_tensors(gm, model)
         _separate_outputs(model, result_names, result_types)
         return model
-    raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
+    raise ExportError(_untranslated(gm, errors[-1], opset)) from errors[-1]
 
 
 def _is_tensor(node: object) -> bool:
@@ -309,29 +309,33 @@ def _quiet_exporter() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, the root last."""
+    return [error, *_causes(error.__cause__)] if error.__cause__ is not None else [error]
 
 
-_TORCH = ("aten", "prims", "torchvision")
-"""Namespaces of operators that torch can lower."""
-
-
-def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
-    cause = _root(error)
-    text = f"{error} {cause}"
-    calls = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    missing = {n.target for n in calls if f"%{n.name} " in text or f"'{n.target}'" in text}
-    # torch names only the first operator without a lowering. It has lowerings for the namespaces in `_TORCH` only.
-    missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
-    nodes = [n for n in calls if n.target in missing]
-    where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
-    remedy = "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
-    if isinstance(cause, ValueError) and missing & translation_table().keys():
-        remedy = str(cause)  # the lowering exists, but does not support these sizes
-    return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
+def _untranslated(gm: GraphModule, error: Exception, opset: int) -> str:
+    """Return the message of an error of torch's exporter: the operators without a lowering, or the one that failed."""
+    causes = _causes(error)
+    failed = next((cause for cause in causes if isinstance(cause, LoweringError)), None)
+    program = to_exported_program(gm)
+    if failed is None and (missing := without_lowering(program, opset)):
+        where = "\n".join(
+            f"  {describe(node)}" + f", which torch decomposes into {operator}" * (target_name(node) != operator)
+            for node, operator in missing
+        )
+        remedy = "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
+        return f"{len(missing)} node(s) have no ONNX lowering:\n{where}\n{remedy}"
+    text = " ".join(map(str, causes))
+    nodes = [node for node in program.graph.nodes if failed is None or target_name(node) == failed.name]
+    nodes = [node for node in nodes if f"node %{node.name} " in text] or nodes[:1] * (failed is not None)
+    where = "".join(f"  {describe(node)}\n" for node in nodes)
+    cause = causes[-1] if failed is None else causes[causes.index(failed) + 1]
+    why = f"{type(cause).__name__}: {cause}"
+    if failed is None:
+        return f"torch does not translate the model to ONNX:\n{where}  {why}\nReplace the operator in the model."
+    remedy = "Correct the function, which `quark_fx.export.lowers` describes, or replace the operator in the model."
+    return f"{failed}:\n{where}  {why}\n{remedy}"
 
 
 def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:

@@ -15,8 +15,9 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchingTracer, MatchStatus, RewriteRule
 
-from quark_fx.errors import Declined, ExportError
+from quark_fx.errors import Declined, ExportError, QuarkError
 from quark_fx.export.to_onnx.edit import (
+    failure,
     Kept,
     add_array,
     add_initializer,
@@ -65,6 +66,10 @@ class OnnxRule:
                 logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, declined.reason)
                 left_alone.append(Kept(str(node.name), node.op_type, declined.reason, self.name))
                 continue
+            except QuarkError:
+                raise
+            except Exception as error:  # the function may raise any error
+                raise failure(f"rule {self.name}", node, error) from error
             if not isinstance(rewrote, bool):
                 raise ExportError(
                     f"rule {self.name} returned {rewrote!r} for {node.op_type} {node.name}; return True if it rewrote "

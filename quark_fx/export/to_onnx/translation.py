@@ -13,12 +13,27 @@ from torch.export import ExportedProgram
 from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.system.names import nearest
 from quark_fx.system.registry import Registry
 
-LOWERINGS: Registry[Callable[..., Any], Callable[..., Any]] = Registry("ONNX lowering", error=ExportError)
+LOWERINGS: Registry[Callable[..., Any], Callable[..., Any]] = Registry(
+    "ONNX lowering", error=ExportError, names_of="operators"
+)
 """Lowering functions by qualified operator name. The table is the support list: tests iterate over it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class LoweringError(Exception):
+    """Failure of a function in `LOWERINGS`; its cause is the error of the function.
+
+    Attributes:
+        name: Name of the operator.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the ONNX lowering {LOWERINGS.owner(name)} fails")
+        self.name = name
 
 
 def lowers(name: str) -> Callable[[F], F]:
@@ -28,25 +43,96 @@ def lowers(name: str) -> Callable[[F], F]:
     and returns the ONNX value or values that it builds with `onnxscript.opset21`.
 
     Raises:
-        ExportError: If the name has another form, the operator does not have the overload, or another module has
-            registered a lowering of the operator.
+        ExportError: If the name has another form, the operator does not have the overload, a library of that namespace
+            is loaded but does not define the operator, or another module has registered a lowering of the operator.
     """
-    _overload(name)
+    overload = _overload(name)
 
     def register(function: F) -> F:
-        if not function.__module__.startswith("quark_fx.") and find_spec("onnxscript"):
-            _fill()
+        if not function.__module__.startswith("quark_fx."):
+            if overload is None:
+                _require_other_namespace(name)
+            if find_spec("onnxscript"):
+                _fill()
         LOWERINGS.add(function, name)
         return function
 
     return register
 
 
+def _require_other_namespace(name: str) -> None:
+    """Raise `ExportError` if operators of the namespace of `name`, an unknown operator, are loaded."""
+    namespace = name.partition(".")[0]
+    loaded = [full for full in torch._C._dispatch_get_all_op_names() if full.startswith(f"{namespace}::")]
+    if loaded:
+        spelled = [full.replace("::", ".") + ".default" * ("." not in full) for full in loaded]
+        raise ExportError(
+            f"torch has no operator {name}; check the name, or import the library that defines it first"
+            f"{nearest(name, spelled)}"
+        )
+
+
 def translation_table() -> dict[Any, Callable[..., Any]]:
     """Return the table for `torch.onnx.export(custom_translation_table=...)`, without operators that are not loaded."""
     _fill()
-    rows = {_overload(name): function for name, function in LOWERINGS.items()}
+    rows = {_overload(name): _checked(name, function) for name, function in LOWERINGS.items()}
     return {overload: function for overload, function in rows.items() if overload is not None}
+
+
+@functools.cache
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a lowering, and raises `LoweringError` if it fails or returns other than ONNX values."""
+
+    @functools.wraps(function)
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            _require_outputs(result, _overload(name)._schema.returns)
+        except Exception as error:
+            raise LoweringError(name) from error
+        return result
+
+    return lowering
+
+
+def _require_outputs(result: Any, returns: Sequence[Any]) -> None:
+    """Raise `TypeError` unless the result of a lowering has one ONNX value for each output of the operator."""
+    import onnx_ir as ir
+
+    if any(isinstance(output.type, torch.ListType) for output in returns):
+        return
+    values = result if isinstance(result, Sequence) and len(returns) > 1 else (result,)
+    if len(values) != len(returns) or not all(isinstance(value, ir.Value) for value in values):
+        found = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
+        raise TypeError(f"it returns {found}, but the operator has {len(returns)} output(s); return an ONNX value for each")
+
+
+def without_lowering(program: ExportedProgram, opset: int) -> list[tuple[Node, str]]:
+    """Return the operators that cannot be translated, even after torch decomposes them.
+
+    Args:
+        program: Program to translate.
+        opset: Version of the ONNX operator set.
+
+    Returns:
+        Nodes of the program, each with the name of the first operator in its decomposition that has no lowering. Empty
+        if this version of torch lacks an internal function for the search.
+    """
+    try:
+        internal = "torch.onnx._internal.exporter"
+        passes, dispatching = (import_module(f"{internal}.{name}") for name in ("_fx_passes", "_dispatching"))
+        decompose, dispatch = passes.decompose_with_registry, dispatching.dispatch
+    except (ImportError, AttributeError):
+        return []
+    registry = _registry(opset, tuple(translation_table().items()))
+    nodes = {node.name: node for node in program.graph.nodes}
+    missing: dict[Node, str] = {}
+    for node in decompose(program, registry).graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and dispatch(node, registry)[0] is None:
+            sources = node.meta.get("from_node") or ()  # one source: the node of `program`
+            source = next((nodes[source.name] for source in sources if source.name in nodes), node)
+            missing.setdefault(source, str(node.target))
+    return list(missing.items())
 
 
 def _fill() -> None:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.to_onnx import onnxruntime_workarounds as ort
-from quark_fx.export.to_onnx.edit import erase_unread
+from quark_fx.export.to_onnx.edit import erase_unread, failure
+from quark_fx.system.options import checked
 from quark_fx.system.registry import Registry
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Workaround:
     """A pattern that a runtime does not run as it should, and its replacement. Calling a row rewrites a model in place.
@@ -48,9 +50,17 @@ class Workaround:
         """Replace the pattern everywhere in the main graph."""
         done = False
         for node in list(model.graph):
-            if node.op_type in self.operators and node.graph is not None and self.condition(node):
-                self.rewrite(model, node)
-                done = True
+            if node.op_type not in self.operators or node.graph is None:
+                continue
+            try:
+                if self.condition(node):
+                    self.rewrite(model, node)
+                    done = True
+            except QuarkError:
+                raise
+            except Exception as error:  # functions of a row may raise any error
+                name = next((repr(name) for name, row in WORKAROUNDS.items() if row is self), f"for {self.runtime}")
+                raise failure(f"workaround {name}", node, error) from error
         if done:
             erase_unread(model)
 
