@@ -44,7 +44,8 @@ def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, 
         batches: Batches in the form of calibration data.
 
     Raises:
-        QuarkError: If `batches` is empty or a single batch, a batch is empty, or the models do not have a common output.
+        QuarkError: If `batches` is empty or a single batch, a batch is empty, or the models do not have a common
+            output.
     """
     require_batches(batches, "batches")
     runs = runner_of(first), runner_of(second)

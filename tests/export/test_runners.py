@@ -82,7 +82,9 @@ def test_other_runtimes_open_no_file(tmp_path: Path) -> None:
         runner_of("m.onnx", "onxruntime")
     with pytest.raises(qfx.QuarkError, match=r"runtime='openvino' cannot open .*pass the path of a file"):
         runner_of(mlp(), "openvino")
-    with pytest.raises(qfx.ExportError, match=r"gone\.onnx cannot be loaded.*; pass a file that qfx\.export\.onnx wrote"):
+    with pytest.raises(
+        qfx.ExportError, match=r"gone\.onnx cannot be loaded.*; pass a file that qfx\.export\.onnx wrote"
+    ):
         runner_of(str(tmp_path / "gone.onnx"))
 
 

@@ -332,10 +332,10 @@ def _untranslated(gm: GraphModule, error: Exception, opset: int) -> str:
     where = "".join(f"  {describe(node)}\n" for node in nodes)
     cause = causes[-1] if failed is None else causes[causes.index(failed) + 1]
     why = f"{type(cause).__name__}: {cause}"
-    if failed is None:
-        return f"torch does not translate the model to ONNX:\n{where}  {why}\nReplace the operator in the model."
-    remedy = "Correct the function, which `quark_fx.export.lowers` describes, or replace the operator in the model."
-    return f"{failed}:\n{where}  {why}\n{remedy}"
+    remedy = "Replace the operator in the model."
+    if failed is not None and not failed.built_in:
+        remedy = "Correct the function, which `quark_fx.export.lowers` describes, or replace the operator in the model."
+    return f"{failed or 'torch does not translate the model to ONNX'}:\n{where}  {why}\n{remedy}"
 
 
 def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:

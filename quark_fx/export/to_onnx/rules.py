@@ -17,12 +17,12 @@ from onnxscript.rewriter import MatchingTracer, MatchStatus, RewriteRule
 
 from quark_fx.errors import Declined, ExportError, QuarkError
 from quark_fx.export.to_onnx.edit import (
-    failure,
     Kept,
     add_array,
     add_initializer,
     array_of,
     erase_unread,
+    failure,
     made_by,
     operand,
     permutation,

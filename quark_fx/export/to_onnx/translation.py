@@ -29,11 +29,12 @@ class LoweringError(Exception):
 
     Attributes:
         name: Name of the operator.
+        built_in: Whether the function is part of this package.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the ONNX lowering {LOWERINGS.owner(name)} fails")
-        self.name = name
+        self.name, self.built_in = name, LOWERINGS.owner(name).startswith("quark_fx.")
 
 
 def lowers(name: str) -> Callable[[F], F]:
@@ -81,7 +82,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
 
 @functools.cache
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a lowering, and raises `LoweringError` if it fails or returns other than ONNX values."""
+    """Return a function that calls a lowering; it raises `LoweringError` if the lowering or its result is wrong."""
 
     @functools.wraps(function)
     def lowering(*args: Any, **kwargs: Any) -> Any:
@@ -103,8 +104,10 @@ def _require_outputs(result: Any, returns: Sequence[Any]) -> None:
         return
     values = result if isinstance(result, Sequence) and len(returns) > 1 else (result,)
     if len(values) != len(returns) or not all(isinstance(value, ir.Value) for value in values):
-        found = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
-        raise TypeError(f"it returns {found}, but the operator has {len(returns)} output(s); return an ONNX value for each")
+        kind = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
+        raise TypeError(
+            f"it returns {kind}, but the operator has {len(returns)} output(s); return an ONNX value for each"
+        )
 
 
 def without_lowering(program: ExportedProgram, opset: int) -> list[tuple[Node, str]]:
