@@ -160,7 +160,7 @@ def _mixed(title: str, preset: str, kind: str) -> Format:
         _ours(preset, preset=preset),
         _ours(f"{preset}, GPTQ()", preset=preset, passes=["GPTQ"]),
         _ours(f"{preset}, GPTQ(asymmetry=0.5, fit_scales=True)", preset=preset, **best),
-        *_on_less(f"{preset}, GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, preset=preset, **best),
+        *_on_less(f"{preset}, GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, 8, preset=preset, **best),
         Row("llm-compressor", "to nearest", {"activations": {"num_bits": 8, "type": kind}, "data_free": True}),
         Row("llm-compressor", "GPTQ", {"activations": {"num_bits": 8, "type": kind}, "gptq": True}),
     )
