@@ -55,6 +55,7 @@ from quark_fx.graph.provenance import digest
 from quark_fx.model.eager import is_eager
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.passes import calibrate, convert, insert_observers
+from quark_fx.solvers.importance import FileHessian
 from quark_fx.system import accelerator
 from quark_fx.system.isolation import as_called, isolated
 from quark_fx.system.memory import occupied
@@ -303,7 +304,7 @@ class Session:
             data.unread = flat_batches(self.captured, self.unread)
         context = Context(config, data, self.device, by_block=self.by_block or shelf is not None)
         context.known = self.known(context) if shelf is None else None
-        paths = {path for p in config.passes if isinstance(path := getattr(p, "importance", None), str)}
+        paths = {reads.path for p in config.passes if isinstance(reads := getattr(p, "reads", None), FileHessian)}
         context.importance = {path: moments_by_weight(self.model, path) for path in paths}
         return context
 

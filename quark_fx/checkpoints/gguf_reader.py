@@ -111,9 +111,9 @@ class Known:
         """
         if row := ARCHITECTURES.get(model_type):
             return cls(row.name, row.fields, row.assumed, row)
-        name, reading = _plain(model_type), _reading()
-        written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
-        fields = {_plain(name): name for name in reading.GGUF_CONFIG_MAPPING}
+        name, reading = plain_name(model_type), _reading()
+        written = {plain_name(name): name for name in package.MODEL_ARCH_NAMES.values()}
+        fields = {plain_name(name): name for name in reading.GGUF_CONFIG_MAPPING}
         if name not in written or name not in fields:
             return None
         assumed = reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(fields[name], {})
@@ -134,8 +134,10 @@ class Known:
 
 def architectures(package: Any) -> list[str]:
     """Return the names of all known architectures; `package` is the module `gguf`."""
-    written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
-    return sorted({*ARCHITECTURES, *(written[n] for n in map(_plain, _reading().GGUF_CONFIG_MAPPING) if n in written)})
+    written = {plain_name(name): name for name in package.MODEL_ARCH_NAMES.values()}
+    return sorted(
+        {*ARCHITECTURES, *(written[n] for n in map(plain_name, _reading().GGUF_CONFIG_MAPPING) if n in written)}
+    )
 
 
 def _reading() -> Any:
@@ -364,6 +366,8 @@ def file_fields(known: Known, values: Mapping[str, Any], package: Any) -> dict[s
         llm.VOCAB_SIZE.removeprefix("{arch}."): "vocab_size",
         package.Keys.Rope.FREQ_BASE.removeprefix("{arch}."): "rope_theta",
         llm.EXPERT_FEED_FORWARD_LENGTH.removeprefix("{arch}."): "moe_intermediate_size",
+        llm.ATTN_LOGIT_SOFTCAPPING.removeprefix("{arch}."): "attn_logit_softcapping",
+        llm.FINAL_LOGIT_SOFTCAPPING.removeprefix("{arch}."): "final_logit_softcapping",
     }
     del more[package.Keys.Attention.VALUE_LENGTH.removeprefix("{arch}.")]
     fields = {**known.keys, **{key: field for key, field in more.items() if key not in known.keys}}
@@ -449,8 +453,19 @@ def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([shape, shape[::-1], tuple(size for size in shape if size != 1)]))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name of an architecture without what llama.cpp and transformers spell differently."""
     return name.removesuffix("_text").replace("-", "").replace("_", "")
 
 
-__all__ = ["Known", "Place", "Reader", "architectures", "file_fields", "frequencies_name", "rope_of", "scale_of_scores"]
+__all__ = [
+    "Known",
+    "Place",
+    "Reader",
+    "architectures",
+    "file_fields",
+    "frequencies_name",
+    "plain_name",
+    "rope_of",
+    "scale_of_scores",
+]

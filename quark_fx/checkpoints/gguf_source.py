@@ -23,6 +23,7 @@ from quark_fx.checkpoints.gguf_reader import (
     architectures,
     file_fields,
     frequencies_name,
+    plain_name,
     rope_of,
     scale_of_scores,
 )
@@ -30,7 +31,7 @@ from quark_fx.errors import CheckpointError
 from quark_fx.system.isolation import quiet
 from quark_fx.system.untrusted import brief
 
-_FLOATS = frozenset({"F32", "F16", "BF16", "F64"})
+_FLOATS = frozenset({"F32", "F16", "BF16"})
 """Names of GGUF types that store values, not codes."""
 
 _TURNS = (1.0, 4.0)
@@ -79,7 +80,14 @@ class GgufSource:
         _require_decoded({tensor.tensor_type for tensor in file.tensors}, path, package)
         stored = {tensor.name: tensor for tensor in file.tensors}
         with quiet():
-            settings = _settings(file, stored, path, package)
+            try:
+                settings = _settings(file, stored, path, package)
+            except CheckpointError:
+                raise
+            except Exception as error:  # values of any type in the header, which transformers' code reads too
+                raise CheckpointError(
+                    f"{path} has an invalid header: {type(error).__name__}: {brief(str(error))}; export it again"
+                ) from error
             config, model = _empty(settings, len(stored), path)
         known = Known.of(config["model_type"], package)
         assert known is not None  # otherwise `_settings` raises an error
@@ -94,6 +102,13 @@ class GgufSource:
                 f"{path} lacks weights for {some_of(missing)} of the {what} that its configuration describes; copy or "
                 "export the checkpoint again"
             )
+        read = {tensor.name for tensors in parts.values() for tensor in tensors} | {frequencies_name(package)}
+        unused = sorted(stored.keys() - read)
+        if layers := [name for name in unused if name.startswith("blk.")]:
+            raise CheckpointError(
+                f"{path} holds {some_of(layers)}, which {what} does not have; pass the checkpoint that the file was "
+                "exported from"
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in parts}
         for name, shape in shapes.items():
             sizes = [tuple(map(int, reversed(tensor.shape))) for tensor in parts[name]]
@@ -102,9 +117,7 @@ class GgufSource:
                     f"{path} holds {name} with shape {', '.join(map(str, sizes))}, and {what} expects {shape}; copy or "
                     "export the checkpoint again"
                 )
-        names_read = {tensor.name for tensors in parts.values() for tensor in tensors} | {frequencies_name(package)}
         codes = any(tensor.tensor_type.name not in _FLOATS for tensor in file.tensors)
-        unused = sorted(stored.keys() - names_read)
         return cls(path, config, shapes, parts, unused, "gguf" * codes, names, processor)
 
     def tensor(self, name: str) -> Tensor:
@@ -185,10 +198,9 @@ def _settings(file: Any, stored: Mapping[str, Any], path: Path, package: Any) ->
         settings = {"model_type": row, "tie_word_embeddings": "output.weight" not in stored}
         settings |= {} if tokens is None else {"vocab_size": len(tokens.data)}
     else:
-        try:
-            settings = reading.load_gguf_checkpoint(path, return_tensors=False)["config"]
-        except Exception as error:  # transformers may raise any error for an unknown architecture
-            raise _unknown(name, path, package) from error
+        if plain_name(str(name)) not in map(plain_name, reading.GGUF_CONFIG_MAPPING):
+            raise _unknown(name, path, package)
+        settings = reading.load_gguf_checkpoint(path, return_tensors=False)["config"]
     known = Known.of(str(settings["model_type"]), package)
     if known is None or known.architecture != name:
         raise _unknown(name, path, package)
@@ -199,8 +211,12 @@ def _settings(file: Any, stored: Mapping[str, Any], path: Path, package: Any) ->
     return settings | _positions(settings, known, values, stored, path, package) | dict(known.assumed)
 
 
+class UnknownArchitectureError(CheckpointError):
+    """A GGUF file holds a model of an architecture without names for its tensors here."""
+
+
 def _unknown(name: Any, path: Path, package: Any) -> CheckpointError:
-    return CheckpointError(
+    return UnknownArchitectureError(
         f"{path} holds a model of the architecture {brief(str(name))}, which open_checkpoint does not support "
         f"(supported: {', '.join(architectures(package))}); pass the checkpoint that the file was exported from"
     )
@@ -224,12 +240,14 @@ def _positions(
         path: File.
         package: Module `gguf`.
     """
-    divisors, kind = stored.get(frequencies_name(package)), values.get("rope.scaling.type", "none")
+    divisors = stored.get(frequencies_name(package))
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0.0)) or 1.0
+    kind = values.get("rope.scaling.type", "none" if factor == 1 else "linear")  # llama.cpp's default is linear
     scaling: dict[str, Any] | None = {}
     if divisors is not None:
-        scaling = _as_in_llama_3(divisors.data, settings.get("rope_theta", 1e4))
+        scaling = _as_in_llama_3(divisors.data, settings.get("rope_theta", 1e4)) if kind == "none" else None
     elif kind == "linear":
-        scaling = {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
+        scaling = {"rope_type": kind, "factor": factor}
     elif "rope_scaling" not in settings and (kind != "none" or any(n.startswith("rope_factors") for n in stored)):
         scaling = None
     if scaling is None:
@@ -240,9 +258,15 @@ def _positions(
     fields = {"rope_scaling": scaling} if scaling else {}
     default = importlib.import_module("transformers").AutoConfig.for_model(settings["model_type"])
     channels = values.get("rope.dimension_count")
-    if channels and not known.keys.get("rope.dimension_count") and "partial_rotary_factor" in rope_of(default):
-        width = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-        fields["partial_rotary_factor"] = channels / width
+    width = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+    if channels and known.keys.get("rope.dimension_count") in (None, "head_dim"):
+        if "partial_rotary_factor" in rope_of(default):
+            fields["partial_rotary_factor"] = channels / width
+        elif channels != width:
+            raise CheckpointError(
+                f"{path} rotates {channels} of {width} channels of a head, which models of type "
+                f"{settings['model_type']} do not; pass the checkpoint that the file was exported from"
+            )
     return fields
 
 
@@ -304,4 +328,4 @@ def _empty(settings: dict[str, Any], tensors: int, path: Path) -> tuple[dict[str
     return config.to_dict() | {"architectures": [kind.__name__], "dtype": "float32"}, model
 
 
-__all__ = ["GgufSource", "is_gguf"]
+__all__ = ["GgufSource", "UnknownArchitectureError", "is_gguf"]

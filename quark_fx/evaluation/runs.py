@@ -22,6 +22,7 @@ from quark_fx.checkpoints.configuration import (
 )
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
+from quark_fx.checkpoints.gguf_source import UnknownArchitectureError, is_gguf
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors, scale_positions
@@ -88,8 +89,11 @@ def open_model(path: str | os.PathLike[str]) -> Any:
         return load(path)
     if (path / "config.json").is_file():
         return _quantized_checkpoint(path) if quantized_by(read_configuration(path)) else open_checkpoint(path)
-    if path.suffix == ".gguf":
-        return _gguf_model(path)
+    if is_gguf(path):
+        try:
+            return open_checkpoint(path)
+        except UnknownArchitectureError:
+            return _gguf_model(path)
     raise QuarkError(f"{path} is not a model that can be run; {_FORMS}")
 
 
@@ -104,7 +108,7 @@ def _opened(path: Path, runtime: str) -> FileRunner:
 
 
 def _gguf_model(path: Path) -> nn.Module:
-    """Return the language model in a GGUF file, with decoded weights."""
+    """Return the language model in a GGUF file of an architecture that only transformers reads."""
     options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     try:
         require_bounded(path)

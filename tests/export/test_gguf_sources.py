@@ -239,6 +239,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many layers": ({"values": {"llama.block_count": 10**6}}, "asks for num_hidden_layers=1000000, but the"),
     "wrong sizes": ({"values": {"llama.feed_forward_length": 64}}, r"mlp.gate_proj.weight with shape \(128, 64\), and"),
     "no size": ({"values": {"llama.attention.head_count": 0}}, "does not describe a language model"),
+    "heads of no channels": (
+        {"values": {"llama.attention.key_length": None, "llama.embedding_length": "wide"}},
+        "has an invalid header: |does not describe a language model",
+    ),
+    "a text for a number": ({"values": {"split.count": "3"}}, "has an invalid header: TypeError"),
+    "channels that do not turn": ({"values": {"llama.rope.dimension_count": 8}}, "rotates 8 of 16 channels of a head"),
+    "biases": (
+        {"extra": {"blk.0.attn_q.bias": np.ones(64, np.float32)}},
+        "holds blk.0.attn_q.bias, which LlamaForCausalLM does not have; pass the checkpoint",
+    ),
+    "divisors and a method": (
+        {"extra": OTHER_FREQUENCIES, "values": {"llama.rope.scaling.type": "yarn"}},
+        "scales positions in a way that",
+    ),
     "positions of another method": ({"values": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type 'yarn'"),
     "other frequencies": ({"extra": OTHER_FREQUENCIES}, "scales positions in a way that"),
     "factors of frequencies": (
@@ -260,6 +274,36 @@ def test_what_cannot_be_opened_is_refused_by_name(name: str, file: Path, tmp_pat
         qfx.open_checkpoint(path, scratch=tmp_path / "scratch")
     assert str(path) in str(error.value)
     assert not (tmp_path / "scratch").exists(), "nothing was decoded"
+
+
+def test_a_factor_of_positions_is_linear_without_a_type(file: Path, tmp_path: Path) -> None:
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        path = changed(file, tmp_path / f"{key}.gguf", {f"llama.{key}": 4.0})
+        assert GgufSource.of(path).config["rope_parameters"]["factor"] == 4.0
+        assert GgufSource.of(path).config["rope_parameters"]["rope_type"] == "linear"
+
+
+def test_softcaps_are_read(tmp_path: Path) -> None:
+    written("Gemma2", {"head_dim": 256, "sliding_window": 8}, tmp_path / "model.gguf")
+    values = {"gemma2.attn_logit_softcapping": 7.0, "gemma2.final_logit_softcapping": 3.0}
+    config = GgufSource.of(changed(tmp_path / "model.gguf", tmp_path / "other.gguf", values)).config
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (7.0, 3.0)
+
+
+def test_changed_headers_are_read_or_refused(file: Path, tmp_path: Path) -> None:
+    generator, whole = np.random.default_rng(0), np.frombuffer(file.read_bytes(), np.uint8)
+    header = int(min(tensor.data_offset for tensor in package.GGUFReader(file).tensors))
+    refused = 0
+    for number in range(60):
+        content = whole.copy()
+        places = generator.integers(0, header, 1 + number % 4)
+        content[places] = generator.integers(0, 256, len(places))
+        (tmp_path / "changed.gguf").write_bytes(content.tobytes())
+        try:
+            GgufSource.of(tmp_path / "changed.gguf")
+        except CheckpointError:
+            refused += 1
+    assert 0 < refused < 60
 
 
 def test_damaged_files_and_tensors_that_the_model_lacks_are_named(file: Path, tmp_path: Path) -> None:

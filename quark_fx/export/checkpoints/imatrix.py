@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from quark_fx.capture.capture import unwrapped
 from quark_fx.checkpoints.files import some_of
 from quark_fx.checkpoints.gguf_file import open_gguf
-from quark_fx.checkpoints.gguf_reader import Reader
+from quark_fx.checkpoints.gguf_reader import Known, architectures
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _SUMS, _COUNTS, _WEIGHT = ".in_sum2", ".counts", ".weight"
 
 Moments = tuple[Tensor, Tensor]
-"""Sum of the squares of each input, shape (groups, inputs), and the number of rows, shape (groups,), on the host."""
+"""Sums of the squares of each input, for one group of inputs after another, and the number of rows of each group."""
 
 
 @checked_call
@@ -47,8 +47,8 @@ def imatrix(session: Session, path: str | Path) -> Path:
 
     `llama-quantize --imatrix` and `FitScales(importance=...)` read the file. For each weight, it holds the sums of the
     squares of its inputs in the float model over all batches of the session, and the number of rows in the sums.
-    Padding does not count. A stack of experts has sums for each expert, over the rows that are routed to it. This takes
-    one forward pass over the data, and as much memory as `FitScales` without a file.
+    A stack of experts has sums for each expert, over the rows that are routed to it. Padding does not count, except in
+    such rows. This takes one forward pass over the data, and as much memory as `FitScales` without a file.
 
     Args:
         session: Session with the model and its calibration data.
@@ -77,6 +77,8 @@ def imatrix(session: Session, path: str | Path) -> Path:
         measured, batches = _moments(graph, context, set().union(*names.values())), len(context.data.batches)
         described = context.data.described
     moments = {ours: measured[name] for ours, both in names.items() for name in both if name in measured}
+    if not moments:
+        raise ExportError(f"no weight of {type(session.model).__name__} multiplies its inputs in a matrix product")
     if wrong := [name for name, (sums, _) in moments.items() if not sums.isfinite().all()]:
         raise CalibrationError(f"the inputs of {some_of(wrong)} are not finite on the data; check the data")
     package = importlib.import_module("gguf")
@@ -174,7 +176,13 @@ def _names(model: Any) -> dict[str, tuple[str, ...]]:
     model = unwrapped(model)
     if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
         raise ExportError(f"{type(model).__name__} is not a Transformers model, so GGUF lacks names for its weights")
-    names = {ours: theirs for ours, theirs in Reader.of(model, package).names.items() if not ours.endswith(".bias")}
+    known = Known.of(model.config.model_type, package)
+    if known is None:
+        raise ExportError(
+            f"GGUF files of models of type {model.config.model_type} are not supported; supported: "
+            f"{', '.join(architectures(package))}"
+        )
+    names = {ours: theirs for ours, theirs in known.reading(model)[1].items() if not ours.endswith(".bias")}
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     return {
         ours if ours.endswith(_WEIGHT) else f"{ours}{_WEIGHT}": (

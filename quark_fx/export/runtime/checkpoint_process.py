@@ -6,6 +6,7 @@ the results. Its memory is freed when it ends.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,13 +49,12 @@ def in_llama_cpp(path: Path, batches: Batches) -> list[dict[str, Tensor]]:
 
     One context with room for the longest sequence runs all sequences, one after another.
     """
-    from llama_cpp import Llama
-
     tokens = [kwargs["input_ids"] for _, kwargs in batches]
     longest = max(ids.shape[1] for ids in tokens)
     # Its log, which says why a file does not load, goes to stderr.
-    threads = torch.get_num_threads()
-    model = Llama(str(path), n_ctx=longest, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=True)
+    threads, llama_cpp = torch.get_num_threads(), importlib.import_module("llama_cpp")
+    options = {"n_threads": threads, "n_threads_batch": threads, "logits_all": True, "verbose": True}
+    model = llama_cpp.Llama(str(path), n_ctx=longest, **options)
 
     def logits(row: list[int]) -> Tensor:
         model.reset()

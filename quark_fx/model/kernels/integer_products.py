@@ -115,7 +115,7 @@ def plain_linear(product: Product) -> str:
     codes, scale = channel_codes(product.matrix())
     rounded, bias = product.read, product.bias()
     if not rounded.format.is_integer or rounded.format.bits > 8:
-        raise Declined(f"its activation is {rounded.format}; integer kernels read at most 8 bits")
+        raise Declined(f"its activation is {rounded.format}; integer kernels read integers of at most 8 bits")
     activation = (rounded.codes, rounded.scale, rounded.zero_point)
     call = product.insert(integer_product, *activation, codes, scale, codes.sum(1, dtype=torch.int32))
     if bias is not None:

@@ -159,7 +159,7 @@ def _reads_square_untransposed(node: ir.Node) -> bool:
 
 
 def _compute_at_load(model: ir.Model, node: ir.Node) -> None:
-    """Insert a leaky ReLU of slope 1 before the weight, so that OpenVINO dequantizes it once, at load time."""
+    """Insert a leaky ReLU of slope 1 after the weight, so that OpenVINO dequantizes it once, at load time."""
     _put_leaky_relu(node, _WEIGHT[node.op_type])
 
 
