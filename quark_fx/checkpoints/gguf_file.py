@@ -20,6 +20,11 @@ tokens takes fewer than 2 million values."""
 _MOST_DIMENSIONS = 8
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Tell whether a path has the suffix of a GGUF file."""
+    return Path(path).suffix.lower() == ".gguf"
+
+
 def open_gguf(path: Path) -> Any:
     """Return the `gguf.GGUFReader` of a file.
 

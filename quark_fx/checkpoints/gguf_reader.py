@@ -119,6 +119,20 @@ class Known:
         assumed = reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(fields[name], {})
         return cls(written[name], reading.GGUF_CONFIG_MAPPING[fields[name]], assumed, None)
 
+    @classmethod
+    def of_model(cls, model: Any, package: Any) -> Known:
+        """Return what is known about a model of transformers; `package` is the module `gguf`.
+
+        Raises:
+            ExportError: If nothing is known about models of its type.
+        """
+        if known := cls.of(model.config.model_type, package):
+            return known
+        raise ExportError(
+            f"export.gguf does not support models of type {model.config.model_type}; supported: "
+            f"{', '.join(architectures(package))}"
+        )
+
     def reading(self, model: Any) -> tuple[Any, dict[str, str]]:
         """Return the object that transforms the tensors of a file, and the names of the model's tensors.
 
@@ -179,12 +193,7 @@ class Reader:
                 or readers would build a different model.
         """
         config = model.config
-        known = Known.of(config.model_type, package)
-        if known is None:
-            raise ExportError(
-                f"export.gguf does not support models of type {config.model_type}; supported: "
-                f"{', '.join(architectures(package))}"
-            )
+        known = Known.of_model(model, package)
         keys = {key: field for key, field in known.keys.items() if field}
         tensors = _frequencies(config, known.architecture, package)
         assumed = {**known.assumed, "rope_parameters": config.rope_parameters} if tensors else known.assumed
@@ -454,7 +463,7 @@ def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of an architecture without what llama.cpp and transformers spell differently."""
+    """Return the name of an architecture without the characters in which llama.cpp and transformers differ."""
     return name.removesuffix("_text").replace("-", "").replace("_", "")
 
 

@@ -38,11 +38,6 @@ _TURNS = (1.0, 4.0)
 """Turns within the original context below which Llama 3 divides frequencies, and above which it does not."""
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Tell whether a path has the suffix of a GGUF file."""
-    return Path(path).suffix.lower() == ".gguf"
-
-
 @dataclass(frozen=True)
 class GgufSource:
     """A GGUF file with the names and transforms of its architecture.
@@ -81,7 +76,7 @@ class GgufSource:
         stored = {tensor.name: tensor for tensor in file.tensors}
         with quiet():
             try:
-                settings = _settings(file, stored, path, package)
+                settings, known = _settings(file, stored, path, package)
             except CheckpointError:
                 raise
             except Exception as error:  # values of any type in the header, which transformers' code reads too
@@ -89,8 +84,6 @@ class GgufSource:
                     f"{path} has an invalid header: {type(error).__name__}: {brief(str(error))}; export it again"
                 ) from error
             config, model = _empty(settings, len(stored), path)
-        known = Known.of(config["model_type"], package)
-        assert known is not None  # otherwise `_settings` raises an error
         processor, names = known.reading(model)
         parts = dict[str, list[Any]]()
         for name, tensor in stored.items():
@@ -176,8 +169,8 @@ def _require_decoded(kinds: set[Any], path: Path, package: Any) -> None:
         )
 
 
-def _settings(file: Any, stored: Mapping[str, Any], path: Path, package: Any) -> dict[str, Any]:
-    """Return the fields of the configuration that a file describes, with `model_type`.
+def _settings(file: Any, stored: Mapping[str, Any], path: Path, package: Any) -> tuple[dict[str, Any], Known]:
+    """Return the fields of the configuration that a file describes, with `model_type`, and its architecture.
 
     Sizes come from the file where transformers would use a default. Fields without a key have the value that llama.cpp
     assumes.
@@ -208,7 +201,7 @@ def _settings(file: Any, stored: Mapping[str, Any], path: Path, package: Any) ->
     settings.pop("_model_name_or_path", None)
     settings |= {field: values[key] for key, field in file_fields(known, values, package).items() if key in values}
     settings |= scale_of_scores(known.architecture, settings)
-    return settings | _positions(settings, known, values, stored, path, package) | dict(known.assumed)
+    return settings | _positions(settings, known, values, stored, path, package) | dict(known.assumed), known
 
 
 class UnknownArchitectureError(CheckpointError):
@@ -264,8 +257,8 @@ def _positions(
             fields["partial_rotary_factor"] = channels / width
         elif channels != width:
             raise CheckpointError(
-                f"{path} rotates {channels} of {width} channels of a head, which models of type "
-                f"{settings['model_type']} do not; pass the checkpoint that the file was exported from"
+                f"{path} rotates {channels} of {width} channels of a head, but transformers rotates all in models of "
+                f"type {settings['model_type']}; pass the checkpoint that the file was exported from"
             )
     return fields
 
@@ -328,4 +321,4 @@ def _empty(settings: dict[str, Any], tensors: int, path: Path) -> tuple[dict[str
     return config.to_dict() | {"architectures": [kind.__name__], "dtype": "float32"}, model
 
 
-__all__ = ["GgufSource", "UnknownArchitectureError", "is_gguf"]
+__all__ = ["GgufSource", "UnknownArchitectureError"]

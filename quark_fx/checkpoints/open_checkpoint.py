@@ -29,7 +29,8 @@ from quark_fx.checkpoints.configuration import (
 )
 from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, is_float
-from quark_fx.checkpoints.gguf_source import GgufSource, is_gguf
+from quark_fx.checkpoints.gguf_file import is_gguf
+from quark_fx.checkpoints.gguf_source import GgufSource
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.system.isolation import isolated, quiet, warn

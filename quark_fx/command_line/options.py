@@ -33,8 +33,8 @@ AnyModel = Annotated[
 FloatModel = Annotated[
     str,
     typer.Argument(
-        help="The directory of a Hugging Face checkpoint; or package.module:function, which returns a module, or a "
-        "module and a batch of example inputs."
+        help="The directory of a Hugging Face checkpoint; a GGUF file; or package.module:function, which returns a "
+        "module, or a module and a batch of example inputs."
     ),
 ]
 

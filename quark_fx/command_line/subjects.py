@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from quark_fx.checkpoints.configuration import read_configuration
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.checkpoints.gguf_source import GgufSource, is_gguf
+from quark_fx.checkpoints.gguf_file import is_gguf
+from quark_fx.checkpoints.gguf_source import GgufSource
 from quark_fx.data.context import context_length
 from quark_fx.errors import CaptureError, CheckpointError, ConfigError
 from quark_fx.evaluation.runs import open_model
@@ -136,7 +137,7 @@ def subject(name: str) -> Subject:
         return Subject(name=name, model=model, folder=path.parent, inputs=inputs)
     if isinstance(model, QuantizedModel):
         return Subject(name=name, model=model, folder=path, inputs=model.signature.input_names)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         config = model.config.to_dict() | {"architectures": [type(model).__name__]}
         return Subject(name=name, model=model, folder=path.parent, gguf=path, config=config)
     return Subject(name=name, model=model, folder=path, config=read_configuration(path))

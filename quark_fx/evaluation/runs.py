@@ -21,8 +21,8 @@ from quark_fx.checkpoints.configuration import (
     require_unrotated,
 )
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
-from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
-from quark_fx.checkpoints.gguf_source import UnknownArchitectureError, is_gguf
+from quark_fx.checkpoints.gguf_file import is_gguf, open_gguf, require_bounded
+from quark_fx.checkpoints.gguf_source import UnknownArchitectureError
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors, scale_positions

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.gguf_file import is_gguf
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.inspection.parts import NO_WEIGHT, Part, grouped, parts_of, parts_table
 from quark_fx.model.serialization import load
@@ -133,7 +134,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         return _of_onnx(path)
     from quark_fx.inspection.checkpoint_parts import checkpoint_parts, gguf_parts
 
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         kind, parts = "GGUF file", gguf_parts(path)
     elif (path / GRAPH_FILE).is_file():
         kind, parts = "quantized model of quark_fx", parts_of(load(path).report())

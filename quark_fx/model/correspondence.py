@@ -118,7 +118,7 @@ def correspond(
 
 
 def _keep_outer_calls(node: Node, path: str) -> None:
-    """Remove the calls inside a replaced module from a node: its submodules do not run, and cannot round values."""
+    """Drop the calls inside a replaced module from a node: the submodules do not run, so they cannot round values."""
     stack = node.meta.get("nn_module_stack") or {}
     outer = [key for key, (at, _) in stack.items() if f"{path}.".startswith(f"{at}.") or not at]
     node.meta["nn_module_stack"] = {key: stack[key] for key in outer}

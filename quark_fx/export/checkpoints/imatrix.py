@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from quark_fx.capture.capture import unwrapped
 from quark_fx.checkpoints.files import some_of
 from quark_fx.checkpoints.gguf_file import open_gguf
-from quark_fx.checkpoints.gguf_reader import Known, architectures
+from quark_fx.checkpoints.gguf_reader import Known
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit
@@ -176,13 +176,8 @@ def _names(model: Any) -> dict[str, tuple[str, ...]]:
     model = unwrapped(model)
     if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
         raise ExportError(f"{type(model).__name__} is not a Transformers model, so GGUF lacks names for its weights")
-    known = Known.of(model.config.model_type, package)
-    if known is None:
-        raise ExportError(
-            f"GGUF files of models of type {model.config.model_type} are not supported; supported: "
-            f"{', '.join(architectures(package))}"
-        )
-    names = {ours: theirs for ours, theirs in known.reading(model)[1].items() if not ours.endswith(".bias")}
+    _, read = Known.of_model(model, package).reading(model)
+    names = {ours: theirs for ours, theirs in read.items() if not ours.endswith(".bias")}
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     return {
         ours if ours.endswith(_WEIGHT) else f"{ours}{_WEIGHT}": (

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from quark_fx.checkpoints.configuration import read_configuration, require_unrotated
 from quark_fx.checkpoints.files import GRAPH_FILE, is_float
-from quark_fx.checkpoints.gguf_file import open_gguf
+from quark_fx.checkpoints.gguf_file import is_gguf, open_gguf
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.runtime import checkpoint_process
 from quark_fx.export.runtime.rounding_noise import Run, runs_with_noise, runs_with_rounded_inputs
@@ -35,11 +35,11 @@ _LAST_LINES = 5
 
 def is_checkpoint(path: Path) -> bool:
     """Tell whether transformers can read the path, which must be a directory or a GGUF file."""
-    return os.path.isdir(path) or path.suffix == ".gguf"  # os.path: False for names that no file can have
+    return os.path.isdir(path) or is_gguf(path)  # os.path: False for names that no file can have
 
 
 class CheckpointRunner(Runner):
-    """A runner of a checkpoint that a separate process loads and runs: its memory is freed, and it may crash.
+    """A runner that loads and runs a checkpoint in a separate process, whose memory is freed, and which may crash.
 
     Attributes:
         path: Path of the checkpoint.
@@ -98,7 +98,7 @@ class CheckpointRunner(Runner):
         """Return next steps for an error, from the last lines that the process printed."""
 
     def runs(self, gm: GraphModule, batches: Sequence[list[Any]]) -> Iterator[Run]:
-        """Yield runs of a graph in torch that differ from its exact results as those of a right runtime may.
+        """Yield runs of a graph in torch with the rounding that a correct runtime may add.
 
         Args:
             gm: Graph to run.
@@ -123,7 +123,7 @@ class TransformersRunner(CheckpointRunner):
     def __init__(self, path: Path) -> None:
         if not path.exists():
             raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
-        if path.is_file() and path.suffix != ".gguf":
+        if path.is_file() and not is_gguf(path):
             raise ExportError(
                 f"{path} is neither a directory nor a .gguf file, so transformers cannot read it; drop runtime="
             )
@@ -150,7 +150,7 @@ class TransformersRunner(CheckpointRunner):
                 "transformers does not support GGUF files of this architecture, so it cannot check the file: pass "
                 "runtime='llama.cpp'. On the command line, --no-verify skips the comparison."
             ]
-        if self.path.suffix == ".gguf":
+        if is_gguf(self.path):
             return [
                 "If the file is for llama.cpp, pass runtime='llama.cpp': transformers replaces some sizes by its "
                 "defaults, such as the size of Qwen3's heads."
@@ -177,7 +177,7 @@ class LlamaCppRunner(CheckpointRunner):
     def __init__(self, path: Path) -> None:
         if not path.exists():
             raise ExportError(f"{path} does not exist; write it with qfx.export.gguf first")
-        if path.suffix != ".gguf" or not path.is_file():
+        if not is_gguf(path) or not path.is_file():
             raise ExportError(f"{path} is not a .gguf file, so llama.cpp cannot read it; write it with qfx.export.gguf")
         self.path = path
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import Declined, ExportError, QuarkError
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,21 @@ class Kept:
     rule: str = ""
 
 
-def failure(what: str, node: ir.Node, error: Exception) -> ExportError:
-    """Return the error for a function of `what`, such as a rule, that raised `error` at a node."""
-    return ExportError(
-        f"{what} fails at {node.op_type} {node.name}: {type(error).__name__}: {error}; correct its functions"
-    )
+@contextmanager
+def naming_failures(what: Callable[[], str], node: ir.Node) -> Iterator[None]:
+    """Name the node in any error of a function of `what()`; a `QuarkError` and `Declined` pass unchanged.
+
+    Raises:
+        ExportError: If the function fails.
+    """
+    try:
+        yield
+    except (QuarkError, Declined):
+        raise
+    except Exception as error:  # functions from outside may raise any error
+        raise ExportError(
+            f"{what()} fails at {node.op_type} {node.name}: {type(error).__name__}: {error}; correct its functions"
+        ) from error
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:

@@ -15,15 +15,15 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchingTracer, MatchStatus, RewriteRule
 
-from quark_fx.errors import Declined, ExportError, QuarkError
+from quark_fx.errors import Declined, ExportError
 from quark_fx.export.to_onnx.edit import (
     Kept,
     add_array,
     add_initializer,
     array_of,
     erase_unread,
-    failure,
     made_by,
+    naming_failures,
     operand,
     permutation,
     replace_node,
@@ -61,15 +61,12 @@ class OnnxRule:
             if node.op_type not in self.operators or node.graph is None:
                 continue
             try:
-                rewrote = self.rewrite(model, node)
+                with naming_failures(lambda: f"rule {self.name}", node):
+                    rewrote = self.rewrite(model, node)
             except Declined as declined:
                 logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, declined.reason)
                 left_alone.append(Kept(str(node.name), node.op_type, declined.reason, self.name))
                 continue
-            except QuarkError:
-                raise
-            except Exception as error:  # the function may raise any error
-                raise failure(f"rule {self.name}", node, error) from error
             if not isinstance(rewrote, bool):
                 raise ExportError(
                     f"rule {self.name} returned {rewrote!r} for {node.op_type} {node.name}; return True if it rewrote "

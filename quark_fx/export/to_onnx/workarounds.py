@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from quark_fx.errors import ExportError, QuarkError
+from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx import onnxruntime_workarounds as ort
-from quark_fx.export.to_onnx.edit import erase_unread, failure
+from quark_fx.export.to_onnx.edit import erase_unread, naming_failures
 from quark_fx.system.options import checked
 from quark_fx.system.registry import Registry
 
@@ -52,17 +52,16 @@ class Workaround:
         for node in list(model.graph):
             if node.op_type not in self.operators or node.graph is None:
                 continue
-            try:
+            with naming_failures(self._name, node):
                 if self.condition(node):
                     self.rewrite(model, node)
                     done = True
-            except QuarkError:
-                raise
-            except Exception as error:  # functions of a row may raise any error
-                name = next((repr(name) for name, row in WORKAROUNDS.items() if row is self), f"for {self.runtime}")
-                raise failure(f"workaround {name}", node, error) from error
         if done:
             erase_unread(model)
+
+    def _name(self) -> str:
+        name = next((repr(name) for name, row in WORKAROUNDS.items() if row is self), f"for {self.runtime}")
+        return f"workaround {name}"
 
 
 WORKAROUNDS: Registry[Workaround, Workaround] = Registry("workaround", error=ExportError)

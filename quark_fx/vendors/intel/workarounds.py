@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -200,53 +201,43 @@ def _slice(model: ir.Model, node: ir.Node, value: ir.Value, start: int, end: int
     return part.outputs[0]
 
 
+_fault = partial(Workaround, runtime="openvino", versions=("2026.4",))
+
 _ROWS = {
-    "convolution without a bias": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
+    "convolution without a bias": _fault(
         fault="fuses the scale of the sums with the next operator, and loses it for some readers if there are several",
         operators=("Conv", "ConvTranspose"),
         condition=_lacks_bias,
         rewrite=_add_vanishing_bias,
     ),
-    "signed codes of a convolution": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
+    "signed codes of a convolution": _fault(
         fault="moves requantization before Concat; convolutions of signed codes then return wrong values on processors "
         "without AMX",
         operators=("QuantizeLinear",),
         condition=_makes_signed_codes_of_convolution,
         rewrite=_store_unsigned,
     ),
-    "rounded values of free sizes": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
+    "rounded values of free sizes": _fault(
         fault="measures sizes at a convolution before its bias, which then moves into the quantizer: all channels get "
         "the bias of the first",
         operators=("QuantizeLinear",),
         condition=_rounds_free_sizes,
         rewrite=_keep_bias,
     ),
-    "scales along another axis": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
+    "scales along another axis": _fault(
         fault="applies the scales of a product's summed values to its outputs, and the scales of a table's columns to "
         "its rows: wrong results, a crash, or, for groups, a file that does not load",
         operators=("MatMul", "Gemm", "Gather"),
         condition=_reads_scales_along_other_axis,
         rewrite=_compute_at_load,
     ),
-    "square weight read in two directions": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
+    "square weight read in two directions": _fault(
         fault="multiplies by the weight in the same direction twice if one product reads it transposed, in float too",
         operators=("MatMul", "Gemm"),
         condition=_reads_square_untransposed,
         rewrite=_compute_at_load,
     ),
-    "circular padding": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
+    "circular padding": _fault(
         fault="does not support the mode",
         operators=("Pad",),
         condition=_pads_in_circles,
