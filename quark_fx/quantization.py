@@ -278,8 +278,8 @@ def check(
 ) -> None:
     """Raise an error if the result of `quantize` cannot be exported; takes as long as round-to-nearest with one batch.
 
-    The model is quantized without the passes that need data, and exported to a temporary directory. Rewrites of these
-    passes, such as the factors of `SmoothQuant(explicit=True)`, are therefore not checked.
+    The model is quantized without the passes that learn from data, and exported to a temporary directory. Rewrites of
+    these passes, such as the factors of `SmoothQuant(explicit=True)`, are therefore not checked.
 
     Args:
         model: Same as in `quantize`.
@@ -315,7 +315,7 @@ def check(
     given = model.model if isinstance(model, Session) else model
     if export in _WITHOUT_BRANCHES and isinstance(given, nn.Module):
         require_reader(unwrapped(given))  # checked before capture, which takes longer
-    config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
+    config = config.replace(passes=tuple(p for p in config.passes if not learns_from_data(p)))
     first, _ = peek(calibration_data)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, str | Path):

@@ -263,8 +263,10 @@ WRONG: dict[str, tuple[dict[str, tuple[Any, Any]], str]] = {
 def test_a_file_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
     entries, message = WRONG[name]
     path = write(tmp_path / "wrong.gguf", entries)
-    with pytest.raises(CheckpointError, match=rf"wrong.gguf .*{message}"):
-        quantize(session("llama"), FOURS.replace(passes=(FitScales(importance=path),)))
+    config = FOURS.replace(passes=(FitScales(importance=path),))
+    for reads in (quantize, qfx.check):
+        with pytest.raises(CheckpointError, match=rf"wrong.gguf .*{message}"):
+            reads(session("llama"), config)
 
 
 def test_damaged_and_foreign_files_are_refused(files: Callable[[str], Path], tmp_path: Path) -> None:
