@@ -26,11 +26,11 @@ from benchmarks.experiment import experiment
 from quark_fx import QuantConfig, observers, presets
 from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.activation_cache import ActivationCache
-from quark_fx.engine.calibration import observe_batches, read_observers, watches_in
 from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.graph.pass_manager import run_passes
 from quark_fx.passes import calibrate, insert_observers
+from quark_fx.passes.calibrate import observe_batches, read_observers, watches_in
 
 OBSERVERS: dict[str, tuple[observers.Observer, float]] = {
     "MinMax": (observers.MinMax(), 1.2),

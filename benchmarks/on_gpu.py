@@ -465,7 +465,6 @@ def step_syncs(place: Place) -> Result:
     if place.device == "cpu":
         return {"skipped": "torch.cuda.set_sync_debug_mode needs CUDA"}
     from quark_fx import Session, session
-    from quark_fx.engine import calibration
 
     counted = waits_of(place, lambda: torch.ones(2, device=place.device)[0].item())
     if counted["waits and blocking copies"] != 1:
@@ -473,6 +472,7 @@ def step_syncs(place: Place) -> Result:
     outcome: Result = {}
     shape = place.of(SMALL)
     model, on_device = shape.model(place.device, torch.float32), shape.batches(place.device)
+    calibration = importlib.import_module("quark_fx.passes.calibrate")  # `passes.calibrate` is the pass in it
     run, flat, captured = calibration.run_batches, session.flat_batches, Session(model, on_device)
 
     def checked(*args: Any) -> Iterator[Any]:

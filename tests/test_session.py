@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,6 @@ from torch.fx import GraphModule
 
 import quark_fx as qfx
 from quark_fx import presets
-from quark_fx.engine import calibration
 from quark_fx.graph.nodes import call, set_parameter, stored_tensors, target_name
 from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.numbers.qparams import Scheme
@@ -40,6 +40,9 @@ from quark_fx.observers import (
 from quark_fx.passes import AWQ, GPTQ, AdaRound, CrossLayerEqualization, SmoothQuant
 from quark_fx.plan.weights import observe_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
+
+_CALIBRATE = import_module("quark_fx.passes.calibrate")
+"""The module; `passes.calibrate` is the pass in it."""
 
 
 def observed(seen: Observer, **changes: Any) -> qfx.QuantConfig:
@@ -115,7 +118,7 @@ def test_every_configuration_has_the_bits_it_has_alone(order: list[str]) -> None
 
 def test_what_runs_have_in_common_is_done_once() -> None:
     captures = mock.patch("quark_fx.session.capture_graph", wraps=qfx.capture_graph)
-    passes = mock.patch.object(calibration, "run_batches", wraps=calibration.run_batches)
+    passes = mock.patch.object(_CALIBRATE, "run_batches", wraps=_CALIBRATE.run_batches)
     weights = mock.patch("quark_fx.passes.quantize_constants.observe_tensor", wraps=observe_tensor)
     with captures as captured, passes as passed, weights as rounded:
         session = qfx.Session(model(), batches())
@@ -334,13 +337,13 @@ def test_a_pass_that_writes_into_the_model_is_found_out() -> None:
 
 def test_an_interruption_keeps_nothing_of_what_was_seen() -> None:
     session = qfx.Session(model(), batches())
-    runs = calibration.run_batches
+    runs = _CALIBRATE.run_batches
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         runs(*args, **kwargs)
         raise KeyboardInterrupt
 
-    with mock.patch.object(calibration, "run_batches", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(_CALIBRATE, "run_batches", interrupted), pytest.raises(KeyboardInterrupt):
         quantize(session, CONFIGS["mse"])
     assert_same(quantize(session, CONFIGS["mse"]), alone("mse"))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import TensorSpec
-from quark_fx.engine.calibration import watches_in
 from quark_fx.engine.context import Context
 from quark_fx.errors import PassError
 from quark_fx.graph.nodes import call, cast, erase_dead, get_attr, value_of
@@ -21,6 +20,7 @@ from quark_fx.graph.operators import clamp_bounds
 from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.numbers.qparams import QParams
+from quark_fx.passes.calibrate import watches_in
 from quark_fx.passes.quantize_constants import quantize_constants
 from quark_fx.plan.placement import Coded, Plan, Point, Rounding
 from quark_fx.system import accelerator

@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.engine.calibration import watches_in
 from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError, ConfigError, PassError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import PASSES, Stage, graph_pass, pass_stage
 from quark_fx.passes import AdaRound, calibrate, convert, insert_observers
+from quark_fx.passes.calibrate import watches_in
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 
 OWN = ["insert_observers", "calibrate", "convert"]
