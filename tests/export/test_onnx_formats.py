@@ -149,6 +149,11 @@ def test_the_accuracy_level_is_the_kernels(tmp_path: Path) -> None:
         path = qfx.export.onnx(qmodel, tmp_path / f"{level}.onnx", format="matmul_nbits", accuracy_level=level)
         (node,) = onnx.load(path).graph.node
         assert {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) == level
+        report = path.report()
+        reported, others = (report.quantized, report.floating)[:: 1 if level == 4 else -1]
+        assert [node.kernel for node in reported] == ["MatMulNBits"]
+        assert not others
+        assert ("weights that are stored in integers" in str(report)) == (level == 0)
         differences[level] = float((torch.from_numpy(run(path, x)) - qmodel(x)).abs().max())
     assert differences[0] < 1e-5 < differences[4]  # int8 activations are another 4 decimals off
     table = quantize(seeded(nn.Sequential(nn.Embedding(20, 32), nn.Tanh())), INT4_WEIGHT_ONLY, ids())
@@ -965,6 +970,7 @@ def test_the_look_up_of_a_tied_table_reads_the_bytes_of_the_head(bits: IntFormat
     assert operators(path)["MatMulNBits"] == operators(path)["GatherBlockQuantized"] == 1
     tables = [t for t in onnx.load(path).graph.initializer if t.data_type == TensorProto.UINT8]
     assert len(tables) == (1 if columns == 64 else 2)
+    assert not path.report().quantized  # both kernels compute in float
     for optimize in (True, False):
         assert qfx.verify(qmodel, path, ids(3), optimize=optimize).max_steps <= ROUNDING
 

@@ -36,7 +36,7 @@ class RuntimeNode:
     Attributes:
         name: Name of the node.
         kernel: Operator that ONNX Runtime runs.
-        quantized: Whether the kernel reads or holds integers; weight-only kernels count.
+        quantized: Whether the kernel runs in integers. A kernel that only stores its weights in integers does not.
         reason: Reason why the kernel runs in float; empty if it runs in integers.
         saturates: Part of the kernel whose 16-bit sums may saturate for some data on x64 processors without VNNI
             (`plan.pair_sums`); empty if the kernel is exact on these processors.
@@ -200,9 +200,15 @@ _INTEGER_KERNELS = frozenset(
     {
         *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger", "ConvInteger", "QGemm"),
         "DynamicQuantizeLSTM",
-        *("MatMulNBits", "GatherBlockQuantized", "QAttention", "QMoE"),
+        "QAttention",
     }
 )
+_WEIGHT_ONLY_KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized", "QMoE"})
+"""Kernels that compute in float with integer weights, except `MatMulNBits` with `accuracy_level=4`."""
+
+_INT8_ACTIVATIONS = 4
+"""Attribute `accuracy_level` of a `MatMulNBits` that rounds its activations to int8."""
+
 _HAVE_INTEGER_KERNELS = frozenset(
     {
         *("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Add", "Mul", "Concat", "LeakyRelu"),
@@ -266,9 +272,11 @@ def _is_code(value: ir.Value | None) -> bool:
 
 def _described(node: ir.Node, kept_signed: Collection[tuple[str | None, str]]) -> RuntimeNode:
     kernel = f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft.nchwc" else node.op_type
-    quantized = (
-        node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS or any(map(_is_code, node.inputs))
-    )
+    if node.op_type in _WEIGHT_ONLY_KERNELS:
+        quantized = node.attributes.get_int("accuracy_level", 0) == _INT8_ACTIVATIONS
+    else:
+        in_integers = node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS
+        quantized = in_integers or any(map(_is_code, node.inputs))
     saturates = _saturates(node, (node.name, node.op_type) in kept_signed)
     return RuntimeNode(node.name or "", kernel, quantized, "" if quantized else _reason(node), saturates)
 
@@ -321,6 +329,8 @@ def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
 
 
 def _reason(node: ir.Node) -> str:
+    if node.op_type in _WEIGHT_ONLY_KERNELS:
+        return "it computes in float with weights that are stored in integers"
     if node.op_type not in _HAVE_INTEGER_KERNELS:
         return f"ONNX Runtime has no integer {node.op_type}"
     read = [value for value in node.inputs if value is not None and (value.dtype is None or not _is_index(value))]
