@@ -285,8 +285,8 @@ def check(
         model: Same as in `quantize`.
         config: Same as in `quantize`.
         calibration_data: Batches; only the first one is used.
-        export: Name of a format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, `"awq"`, or `"modelopt"`
-            (`quark_fx.export.huggingface`); `"gguf"`; a format of `quark_fx.export.onnx`, such as
+        export: Name of a format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, `"awq"`, `"modelopt"`, or
+            `"mxfp4"` (`quark_fx.export.huggingface`); `"gguf"`; a format of `quark_fx.export.onnx`, such as
             `"qdq"`; or `"pt2e"`.
         resources: Same as in `quantize`; only `device` and `cache` apply.
         dynamic_shapes: Same as in `quantize`.

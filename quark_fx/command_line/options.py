@@ -50,7 +50,7 @@ Outputs = Annotated[
         "--output",
         "-o",
         help="An .onnx or .gguf file; or a directory: a checkpoint with --format compressed-tensors, gptq, gptq_v2, "
-        "awq or modelopt, otherwise a model that quark_fx loads again. Repeatable.",
+        "awq, modelopt or mxfp4, otherwise a model that quark_fx loads again. Repeatable.",
     ),
 ]
 

@@ -36,7 +36,8 @@ def decompress_to_bfloat16(config: Mapping[str, Any]) -> bool:
 
     If they do, the whole model has this dtype.
     """
-    return any(group.get("format", "") in _BLOCK_FORMS for group in config.get("config_groups", {}).values())
+    groups = config.get("config_groups", {}).values()
+    return config["quant_method"] == "mxfp4" or any(group.get("format", "") in _BLOCK_FORMS for group in groups)
 
 
 class Schemes:

@@ -23,6 +23,7 @@ from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.gptq_and_awq import awq, gptq, gptq_v2
 from quark_fx.export.checkpoints.model_card import CARD, is_own, model_card
 from quark_fx.export.checkpoints.modelopt import modelopt
+from quark_fx.export.checkpoints.mxfp4 import mxfp4
 from quark_fx.export.checkpoints.values import (
     Checkpoint,
     Written,
@@ -36,7 +37,7 @@ from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
 from quark_fx.system.writable import new_directory, require_possible, writing
 
-_DEFAULT = "compressed-tensors"
+_DEFAULT, _OF_STACKS = "compressed-tensors", "mxfp4"
 
 
 @checked_call
@@ -71,7 +72,8 @@ def huggingface(
         directory: Directory to write, created if needed; an earlier quantized checkpoint in it is replaced.
         format: `"compressed-tensors"` (integers up to 8 bits, FP8 E4M3 also in square blocks, NVFP4, MXFP4, MXFP6 E2M3,
             and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"` (integer weights with one
-            group size, float activations), or `"modelopt"` (FP8, FP8 blocks, NVFP4, or MXFP8, the same for all layers).
+            group size, float activations), `"modelopt"` (FP8, FP8 blocks, NVFP4, or MXFP8, the same for all layers), or
+            `"mxfp4"` (MXFP4 stacks of experts that are stored as (experts, inputs, outputs), the layout of GPT-OSS).
         tokenizer: Tokenizer to save in the same directory.
         model: Float model of the same architecture, if `qmodel` was loaded from a file.
 
@@ -97,7 +99,7 @@ def huggingface(
         require_no_weights(directory)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    checkpoint = take_apart(qmodel, model)
+    checkpoint = take_apart(qmodel, model, whole=format == _OF_STACKS)
     replaced = new_directory(directory, replaces=_is_of_checkpoint, last="config.json")
     with writing(directory), replaced as folder:
         _write(qmodel, checkpoint, folder, format, tokenizer)
@@ -144,8 +146,8 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
         generation.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    if format == _DEFAULT and (whole or not checkpoint.stacks):
-        _require_found(shell, directory, checkpoint.computed)
+    if format == _OF_STACKS or (format == _DEFAULT and (whole or not checkpoint.stacks)):
+        _require_found(shell, directory, format, checkpoint.computed)
 
 
 def _without_invalid_generation(shell: Any) -> Any:
@@ -162,7 +164,7 @@ def _without_invalid_generation(shell: Any) -> Any:
     return None
 
 
-def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> None:
+def _require_found(shell: Any, directory: Path, format: str, computed: Collection[str]) -> None:
     """Load a checkpoint with transformers, on the meta device.
 
     Raises:
@@ -187,7 +189,7 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
     )
     if why:
         raise ExportError(
-            f"transformers cannot load {type(shell).__name__} from a {_DEFAULT} checkpoint: {why}; {remedy}leave these "
+            f"transformers cannot load {type(shell).__name__} from a {format} checkpoint: {why}; {remedy}leave these "
             "layers in float (exclude=, with all experts or none), choose another format, or use qmodel.save(directory)"
         )
 
@@ -215,6 +217,7 @@ _WRITERS: Mapping[str, Callable[[Checkpoint, Shelf], Written]] = {
     "gptq_v2": gptq_v2,
     "awq": awq,
     "modelopt": modelopt,
+    _OF_STACKS: mxfp4,
 }
 
 FORMATS = tuple(_WRITERS)

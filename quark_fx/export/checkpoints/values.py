@@ -29,6 +29,7 @@ from quark_fx.export.checkpoints.experts import as_saved, matrices, stacked_rows
 from quark_fx.export.checkpoints.plain_model import require_plain, require_reader
 from quark_fx.export.packing import matrix_of
 from quark_fx.graph.operators import ATTENTION
+from quark_fx.model.constants import Constant
 from quark_fx.model.correspondence import Correspondence
 from quark_fx.model.eager import placed
 from quark_fx.model.hooks import foreign_hooks
@@ -50,9 +51,9 @@ class Layer:
     Attributes:
         name: Name in the checkpoint.
         module: Module with the weight; for an expert, the module with all experts.
-        matrix: Function that returns the quantized weight.
+        matrix: Function that returns the quantized weight, a matrix or a stack of matrices.
         input: Rounding of the layer's input; `None` if the input is not rounded.
-        stack: Name of the stack that contains an expert's weight; empty for other layers.
+        stack: Name of the stack that contains an expert's weight, or that is the weight; empty for other layers.
         unit: Global scale, which multiplies all E4M3 scales; `None` to compute it from the scales.
     """
 
@@ -152,12 +153,13 @@ class Checkpoint:
         return [name for names in self.stacks.values() for name in names]
 
 
-def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
+def take_apart(qmodel: QuantizedModel, model: nn.Module | None, *, whole: bool = False) -> Checkpoint:
     """Return the contents of a checkpoint of `qmodel`.
 
     Args:
         qmodel: Result of `quantize`.
         model: Float model of the same architecture, if `qmodel` was loaded from a file.
+        whole: Whether the format supports stacks of experts that transformers does not split.
 
     Raises:
         ExportError: If no checkpoint format supports the quantization of an operator (all such operators are listed),
@@ -177,7 +179,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
             f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
-    layers = _layers(source, correspondence, head=_head(source), unrotated=files.unrotated)
+    layers = _layers(source, correspondence, head=_head(source), unrotated=files.unrotated, whole=whole)
     require_plain(source)
     read = correspondence.rounding.inputs.items()
     rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
@@ -311,7 +313,9 @@ def _whole(factor: Factor) -> Tensor:
     return torch.kron(first.float(), second.float())
 
 
-def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unrotated: Unrotated | None) -> list[Layer]:
+def _layers(
+    model: nn.Module, correspondence: Correspondence, *, head: str, unrotated: Unrotated | None, whole: bool
+) -> list[Layer]:
     """Return the modules with quantized weights; raise one error that lists all unsupported operators.
 
     Args:
@@ -319,6 +323,7 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
         correspondence: Constants and rounding of the model's modules.
         head: Path of the module that projects to the vocabulary; empty if there is none.
         unrotated: Value of `CheckpointFiles.unrotated`.
+        whole: Whether the format supports stacks of experts that transformers does not split.
     """
     layers: list[Layer] = []
     errors, names = [], list[str]()
@@ -342,9 +347,15 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         try:
-            if experts := apart(name):
-                if path in correspondence.rounding.inputs:
-                    raise ExportError("the activations of experts are quantized or rotated; keep them in float")
+            experts, shape = apart(name), tuple(constant.tensor.shape)
+            is_kernel = "Conv" in type(module).__name__
+            is_stack = whole and not experts and len(shape) == 3 and not is_kernel
+            if (experts or is_stack) and path in correspondence.rounding.inputs:
+                raise ExportError("the activations of experts are quantized or rotated; keep them in float")
+            if is_stack:
+                layers.append(Layer(name, module, partial(_stack_of, constant), None, name))
+                continue
+            if experts:
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
             if any(
@@ -354,10 +365,12 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
                     "nn.MultiheadAttention uses this parameter directly, so the parameter has to stay in float"
                 )
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
-            shape = tuple(constant.tensor.shape)
             if len(shape) > 2:
-                what = "the kernel of a convolution" if "Conv" in type(module).__name__ else "a stack"
-                raise ExportError(f"{what} {shape} that transformers does not split into matrices; leave it in float")
+                what = "the kernel of a convolution" if is_kernel else "a stack"
+                raise ExportError(
+                    f"{what} {shape} that transformers does not split into matrices; leave it in float"
+                    + ", or quantize it as mxfp4_weight_only does, for format='mxfp4'" * (not is_kernel)
+                )
             if leaf != "weight" or not simple:
                 raise ExportError(
                     "checkpoints store only weights of nn.Linear and nn.Embedding with one input, but this is the "
@@ -407,6 +420,11 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
     if not layers:
         raise ExportError("no weight is quantized; save the float model instead")
     return layers
+
+
+def _stack_of(constant: Constant) -> QuantizedTensor:
+    assert constant.quantized is not None
+    return constant.quantized
 
 
 _UNROTATED = f"{UNROTATED}, or leave this layer out with the pass's only="

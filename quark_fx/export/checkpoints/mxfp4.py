@@ -1,0 +1,66 @@
+"""Checkpoints in the layout of GPT-OSS: stacks of experts in MXFP4, everything else in float."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.checkpoints.words import pack
+from quark_fx.errors import ExportError
+from quark_fx.export.checkpoints.values import Checkpoint, Layer, Written, each_layer, require_weights_alone
+from quark_fx.export.packing import exponents
+from quark_fx.numbers.formats import FP4_E2M1
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+_GROUP = 32
+"""Inputs that share a scale."""
+
+
+def mxfp4(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    """Return tensors and configuration in the layout of GPT-OSS.
+
+    A stack of shape (experts, inputs, outputs) becomes `*_blocks`, uint8 (experts, outputs, inputs / 32, 16) with the
+    first of two codes in the low bits, and `*_scales`, uint8 (experts, outputs, inputs / 32), exponents plus 127.
+
+    Source:
+        `Mxfp4HfQuantizer` of transformers; "Open Compute Project: Microscaling Formats (MX)" (2023).
+    """
+    require_weights_alone(checkpoint, "MXFP4")
+    floats = [name for name, tensor in checkpoint.tensors.items() if tensor.dim() == 3]
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        tensors, path = _stack(layer), layer.stack.rpartition(".")[0]
+        if beside := [name for name in floats if name.rpartition(".")[0] == path]:
+            raise ExportError(
+                f"{beside[0]} stays in float, but readers expect MXFP4 in all stacks of a module, or in none"
+            )
+        return tensors
+
+    tensors = each_layer(checkpoint.layers, write, shelf)
+    return {f"{name}_{part}": tensor for full, tensor in tensors.items() for name, _, part in [full.rpartition(".")]}, {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*checkpoint.left, *checkpoint.left_stacks],
+    }
+
+
+def _stack(layer: Layer) -> dict[str, Tensor]:
+    weight = layer.weight
+    layout = f"stacks of experts (experts, inputs, outputs) in {FP4_E2M1} with a power of two for {_GROUP} inputs"
+    if weight.codes.dim() != 3:
+        raise ExportError(
+            f"MXFP4 holds only {layout}, and no other layers; exclude this layer, or use format='compressed-tensors'"
+        )
+    if weight.format != FP4_E2M1 or (weight.axis, weight.block_size) != (1, _GROUP):
+        raise ExportError(f"MXFP4 holds {layout}, not {weight.format}; use the preset mxfp4_weight_only")
+    experts, inputs, outputs = weight.codes.shape
+    if inputs % _GROUP:
+        raise ExportError(f"{inputs} inputs are not a multiple of {_GROUP}; leave this stack in float")
+    codes, scale = (part.mT.reshape(experts * outputs, -1) for part in (weight.codes, weight.scale))
+    rows = QuantizedTensor.of(codes.contiguous(), scale.float(), None, weight.format, 1, _GROUP)
+    packed = [pack(part.format.patterns(part.codes), part.format.bits).view(torch.uint8) for _, part in rows.pieces()]
+    groups = (experts, outputs, inputs // _GROUP)
+    return {"blocks": torch.cat(packed).reshape(*groups, _GROUP // 2), "scales": exponents(rows).reshape(groups)}
+
+
+__all__ = ["mxfp4"]
