@@ -20,6 +20,7 @@ import pytest
 import sentences
 import torch
 from byte_pairs import byte_pairs
+from checkpoint_readers import read_checkpoints_here
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from PIL import Image
@@ -128,7 +129,7 @@ def test_a_pass_that_changed_nothing_is_said(checkpoint: Path) -> None:
 
 
 def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_commands_alone(
-    checkpoint: Path,
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = ("--data", "text.txt", "--length", 16, "--samples", 24)
     made = answer(
@@ -146,6 +147,7 @@ def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_
     assert found["max_steps"] < 0.01
     assert [w["runtime"] for w in made["written"]] == ["onnxruntime", None]
     assert found["runtime"] == "transformers"
+    read_checkpoints_here(monkeypatch)
     judged = [answer("evaluate", m, *data, "--reference", checkpoint)["figures"] for m in ("a.onnx", "q", "ct")]
     assert all(figures["perplexity"] == pytest.approx(judged[0]["perplexity"], rel=1e-5) for figures in judged)
     assert all(0 < figures["KL"] < 1 for figures in judged)
@@ -950,10 +952,17 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=env)
 
 
-def test_the_module_is_the_command_and_json_is_all_there_is_on_stdout() -> None:
-    done = run("-m", "quark_fx", *map(str, factory("with_example")), "--json")
+def test_the_module_is_the_command() -> None:
+    done = run("-m", "quark_fx", "presets", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["totals"]["quantized"] == 2
+    assert {row["preset"] for row in json.loads(done.stdout)} == set(PRESETS)
+
+
+def test_json_is_all_there_is_on_stdout(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["quark-fx", *map(str, factory("with_example")), "--json"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert json.loads(capfd.readouterr().out)["totals"]["quantized"] == 2
 
 
 def test_an_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from byte_pairs import byte_pairs
+from checkpoint_readers import read_checkpoints_here
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
@@ -190,6 +191,7 @@ def test_every_python_block_runs_after_the_ones_before_it(
     names = {} if page.name in ("README.md", "quickstart.md") else dict(quickstart_names())
     if page.name in ("checkpoints.md", "generation.md", "serving.md"):
         names |= language_model()
+        read_checkpoints_here(monkeypatch)
     run(page, names, monkeypatch)
     if page.name in ("README.md", "quickstart.md"):
         assert (tmp_path / "model.onnx").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoint_readers import read_checkpoints_here
 from torch import nn
 
 from benchmarks.states import Model, contents, difference, outcome
@@ -21,9 +22,12 @@ def test_a_result_is_right_and_the_model_unchanged(state: str, action: str) -> N
 
 
 @pytest.mark.parametrize(("state", "action"), [("lazy", "checkpoint"), ("tied", "gguf")])
-def test_transformers_reads_what_a_changed_model_wrote(state: str, action: str) -> None:
+def test_transformers_reads_what_a_changed_model_wrote(
+    state: str, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gguf" if action == "gguf" else "compressed_tensors")
     pytest.importorskip("transformers")
+    read_checkpoints_here(monkeypatch)
     assert outcome(state, action) == "right"
 
 

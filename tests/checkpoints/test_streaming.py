@@ -35,7 +35,8 @@ from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
-EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+EXPERTS = {**LLAMA, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"head_dim": 8}
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),

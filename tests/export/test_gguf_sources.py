@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -13,14 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from seeded_models import seeded
 from test_gguf import EXACT, config, wide_llama
-from test_gguf_architectures import LLAMA3, MODELS, in_pairs, written
+from test_gguf_architectures import in_pairs, written
 from test_huggingface import IDS, logits, quantized
 
 import quark_fx as qfx
-from quark_fx.checkpoints.gguf_architectures import ARCHITECTURES
 from quark_fx.checkpoints.gguf_source import GgufSource
 from quark_fx.config.quant_config import Override
 from quark_fx.errors import CheckpointError, ConfigError
@@ -117,56 +113,6 @@ def _last(name: str) -> str | None:
     return None if name.startswith("blk.0.") else name.replace("blk.1.", "blk.0.")
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "heads of another width": ("Llama", {"head_dim": 32}),
-    "tied": ("Llama", {"tie_word_embeddings": True}),
-    "positions as in Llama 3": (
-        "Llama",
-        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}, "max_position_embeddings": 512},
-    ),
-    "phi3": ("Phi3", {"sliding_window": None}),
-    "gemma2": ("Gemma2", {"head_dim": 256, "query_pre_attn_scalar": 256}),
-    "gemma3": ("Gemma3", {"head_dim": 256, "sliding_window": 32}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 64}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3moe": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
-    "stablelm": ("StableLm", {}),
-    "nemotron": ("Nemotron", {}),
-    "starcoder2": ("Starcoder2", {}),
-    "minimax": (
-        "MiniMaxM2",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16, "scoring_func": "sigmoid"},
-    ),
-}
-"""Class and options of models; sizes differ from the defaults of their classes."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-def test_every_architecture_that_is_written_is_opened(name: str, tmp_path: Path) -> None:
-    family, options = OTHERS[name] if name in OTHERS else MODELS[name][:2]
-    if name == "gemma3":
-        source = seeded(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **options)))
-        qmodel = quantized(config(Q8_0), source)
-        qfx.export.gguf(qmodel, tmp_path / "model.gguf")
-    else:
-        source, qmodel, _ = written(family, options, tmp_path / "model.gguf")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        opened: Any = qfx.open_checkpoint(tmp_path / "model.gguf")
-    # llama.cpp has one architecture for both.
-    assert type(opened) is (transformers.LlamaForCausalLM if name == "mistral" else type(source))
-    torch.testing.assert_close(logits(opened), logits(qmodel), rtol=1e-5, atol=1e-5)
-
-
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(("layers", "scale"), [(2, 256), (46, 16)])
 def test_scores_of_gemma_are_scaled_as_in_llama_cpp(layers: int, scale: int, tmp_path: Path) -> None:
     """The file has no key: llama.cpp takes the width of a head, and for 46 layers the hidden size for each head."""
@@ -181,10 +127,6 @@ def _layer(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     tensors = package.GGUFReader(path).tensors
     shapes = {t.name.removeprefix("blk.0."): t.shape[::-1] for t in tensors if t.name.startswith("blk.0.")}
     return {name: np.zeros(tuple(map(int, shape)), np.float32) for name, shape in shapes.items()}
-
-
-def test_all_rows_are_among_them() -> None:
-    assert MODELS.keys() == ARCHITECTURES.keys()
 
 
 def test_only_one_tensor_is_decoded_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from checkpoint_readers import read_checkpoints_here
 from safetensors.torch import load_file, save_file
 from test_huggingface import FLOAT_ENDS, IDS, quantized
 from tiny import quantize, rand, seeded
@@ -33,17 +33,7 @@ BATCHES = [{"input_ids": IDS}, {"input_ids": IDS[:1, :7]}]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load checkpoints in this process, which takes a tenth of the time; the command line's tests start one."""
-
-    def run(command: list[str], **_: Any) -> CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-P", checkpoint_process.__file__]
-        try:
-            checkpoint_process.main(*command[3:])
-        except Exception as error:
-            return CompletedProcess(command, 1, "", f"a warning\n{type(error).__name__}: {error}\n")
-        return CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr("subprocess.run", run)
+    read_checkpoints_here(monkeypatch)
 
 
 @pytest.fixture
