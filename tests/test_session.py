@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from captured_once import CAPTURES
 from tiny import Cnn, images, quantize, rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -94,7 +95,8 @@ def batches() -> tuple[Tensor, ...]:
 
 @cache
 def alone(name: str) -> qfx.QuantizedModel:
-    return quantize(model(), CONFIGS[name], batches())
+    with mock.patch("quark_fx.session.capture_graph", CAPTURES):
+        return quantize(model(), CONFIGS[name], batches())
 
 
 def assert_same(found: qfx.QuantizedModel, expected: qfx.QuantizedModel) -> None:

@@ -7,6 +7,7 @@ that is computed from dimensions, as in `int(conv(x).shape[-1])`, as a guard, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,19 @@ def _place_of_pieces(guard: Any, limits: Mapping[Any, Any]) -> str:
 
 def place_in_model(file: str, line: int | None) -> str:
     """Return `file:line`; empty for lines of quark_fx, and of torch except for `torch.nn` and `torch.functional`."""
+    name = _name_in_model(file)
+    return f"{name}:{line}" if name else ""
+
+
+@cache
+def _name_in_model(file: str) -> str:
+    """Return the name of a file; empty where `place_in_model` returns nothing. A capture asks thousands of times."""
     path = Path(file)
     if _PACKAGE in path.parents:
         return ""
     if _TORCH in path.parents and path.relative_to(_TORCH).parts[0] not in ("nn", "functional.py"):
         return ""
-    return f"{path.name}:{line}"
+    return path.name
 
 
 def _place_of(guard: Any) -> str:

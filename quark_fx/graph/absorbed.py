@@ -131,10 +131,12 @@ class AbsorbedMaps:
     def _neutral(self, step: Step) -> dict[str, float] | None:
         """Return parameter values with which a step returns its input unchanged; `None` if no such values exist."""
         *earlier, node = step.nodes
+        if earlier or step.statistics is not None:
+            return None
         operands = [entry for entry in node.args if isinstance(entry, Node) and entry is not step.value]
         names = [self._own_parameter(entry) for entry in operands]
         parameters = [name for name in names if name is not None]
-        if earlier or step.statistics is not None or not parameters or len(set(parameters)) < len(names):
+        if not parameters or len(set(parameters)) < len(names):
             return None
         x = torch.arange(3, dtype=torch.float32)
         for values in itertools.product((0.0, 1.0), repeat=len(parameters)):
@@ -153,11 +155,11 @@ class AbsorbedMaps:
         if not is_parameter(node) or len(node.users) > 1 or "folded" in node.meta or "parameter" not in node.meta:
             return None
         name, tensor = str(node.meta["parameter"]), parameter(self.gm, node)
-        constants = [n for n in self.gm.graph.nodes if n.op == "get_attr" and n is not node]
-        sources = {source for n in constants if "folded" in n.meta for source in n.meta["folded"].tensors}
-        shared = any(parameter(self.gm, n) is tensor for n in constants) or name in sources
-        read = shared or name in self.gm.meta.get(CODE_READS, {})
-        return name if isinstance(tensor, nn.Parameter) and not read else None
+        if not isinstance(tensor, nn.Parameter) or name in self.gm.meta.get(CODE_READS, {}):
+            return None
+        constants = [n for n in self.gm.graph.find_nodes(op="get_attr", sort=False) if n is not node]
+        shared = any(name in n.meta["folded"].tensors for n in constants if "folded" in n.meta)
+        return None if shared or any(parameter(self.gm, n) is tensor for n in constants) else name
 
 
 __all__ = ["AbsorbedMap", "AbsorbedMaps"]

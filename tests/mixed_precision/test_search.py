@@ -206,7 +206,7 @@ def _files(folder: Path) -> int:
 @pytest.mark.parametrize("output", ["checkpoint", "onnx", "saved"])
 def test_a_size_is_that_of_the_files_that_are_written(output: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, tie_word_embeddings=True)).eval()
     batches = [
         {"input_ids": torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(i))} for i in range(4)

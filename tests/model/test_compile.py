@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import permutations
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from tiny import Cnn, calls, constant, quantize, rand, seeded
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -225,6 +224,7 @@ def test_integer_kernels_without_vnni_compute_the_same() -> None:
     """Weights that the default target limits; oneDNN is told to use no more than AVX2."""
     names = ["linear", "linear of GPT-2", "conv, signed", "conv, groups"]
     program = (
+        "import os, sys\nos.environ['ONEDNN_MAX_CPU_ISA'] = 'AVX2'\nsys.path[:0] = sys.argv[1:]\n"
         "import test_compile as t\nassert t.integers.adds_pairs()\n"
         f"for _, build, config, x in map(t.CASES.get, {names}):\n"
         "    qmodel = t.quantized(build, config, x)\n"
@@ -233,11 +233,8 @@ def test_integer_kernels_without_vnni_compute_the_same() -> None:
         "    assert (compiled.graph_module(x)[0] - qmodel(x)).abs().max() < 1e-4 * qmodel(x).abs().max()\n"
     )
     folder = Path(__file__).parent
-    environment = os.environ | {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "PYTHONPATH": os.pathsep.join((str(folder), str(folder.parent), *sys.path)),
-    }
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    done = run_program(program, folder, folder.parent)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("fmt", [UINT8, INT8, INT4], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from stored import edit, read
 from tiny import cnn, images, quantize, rand, seeded
 from torch import nn
@@ -42,10 +42,13 @@ def new() -> qfx.QuantizedModel:
 
 
 KILL = """
-import os, signal, sys
+import os, shutil, signal, sys
+import torch
 import quark_fx as qfx
-new = qfx.load(sys.argv[1])
-count, last = 0, int(sys.argv[3])
+torch.set_num_threads(1)  # a fork has none of the threads of its parent
+place, x = sys.argv[3], torch.load(sys.argv[4])
+old, new = (qfx.load(path) for path in sys.argv[1:3])
+count = 0
 def dying(call):
     def counted(*args, **options):
         global count
@@ -54,39 +57,35 @@ def dying(call):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **options)
     return counted
-for name in ("open", "replace", "rename", "unlink", "fsync", "mkdir"):
-    setattr(os, name, dying(getattr(os, name)))
-for last in range(int(sys.argv[3]), int(sys.argv[3]) + 1000):
-    count, child = 0, os.fork()
+for last in range(1, 1000):
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(sys.argv[1], place)
+    child = os.fork()
     if not child:
-        new.save(sys.argv[2])
+        for name in ("open", "replace", "rename", "unlink", "fsync", "mkdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        new.save(place)
         os._exit(0)
-    if not os.waitpid(child, 0)[1]:
+    status = os.waitpid(child, 0)[1]
+    if not status:
         break
-    print(last, flush=True)
-    input()
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    result = qfx.load(place)(x)
+    print(next(name for name, model in (("old", old), ("new", new)) if torch.equal(result, model(x))))
 """
-"""Saves in processes that are killed before their first, second, … call of the system, until one comes to its end."""
+"""Saves in processes that are killed before their first, second, … call of the system, until one comes to its end, and
+prints which model each of them left."""
 
 
 @pytest.mark.slow
 def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
     new().save(tmp_path / "new")
     old().save(tmp_path / "old")
-    place, found = tmp_path / "place", []
-    shutil.copytree(tmp_path / "old", place)
-    command = [sys.executable, "-c", KILL, str(tmp_path / "new"), str(place), "1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for _ in process.stdout:
-            result = qfx.load(place)(X)
-            found.append(next(name for name, m in (("old", old()), ("new", new())) if torch.equal(result, m(X))))
-            shutil.rmtree(place)
-            shutil.copytree(tmp_path / "old", place)
-            process.stdin.write("\n")
-            process.stdin.flush()
-    assert process.returncode == 0
+    torch.save(X, tmp_path / "x.pt")
+    place = tmp_path / "place"
+    done = run_program(KILL, tmp_path / "old", tmp_path / "new", place, tmp_path / "x.pt")
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
     assert found == sorted(found, reverse=True), "once it is new, it stays new"
     assert {"old", "new"} == set(found)
     assert len(found) > 8

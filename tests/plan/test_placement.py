@@ -569,7 +569,9 @@ def test_what_sends_rows_elsewhere_is_a_router(name: str) -> None:
         after=nn.Conv1d(1, 1, 1) if name != "through an operator" else nn.Linear(4, 4),
     )
     model.table, model.shift = nn.Parameter(rand(4, 16)), nn.Parameter(rand(4))
-    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(exclude=("op:router",)), [rand(8, 16)])
+    sizes: Any = ({},) if name == "after many steps" else None  # 1200 operators are traced in half the time
+    config = INT8_WEIGHT_ONLY.replace(exclude=("op:router",))
+    qmodel = quantize(model, config, [rand(8, 16)], dynamic_shapes=sizes)
     reasons = {r.name: r.reason for r in qmodel.report()}
     assert reasons["route"] == ("excluded by 'op:router'" if routes else "")
     assert reasons["body"] == ""
