@@ -122,7 +122,7 @@ class Shape:
         return [{"input_ids": part.to(device)} for part in drawn.split(self.batch)]
 
 
-TINY = Shape("tiny", 64, 128, 4, 2, 64, 2, 2, 8, 16, 2)
+TINY = Shape("tiny", 32, 64, 2, 1, 64, 2, 2, 8, 16, 2)
 SMALL = Shape("small", 512, 1024, 8, 4, 1024, 2, 2, 16, 128)
 ONE = Shape("1B", 2048, 8192, 32, 8, 32000, 4, 16, 64, 512)
 EIGHT = Shape("8B", 4096, 14336, 32, 8, 32000, 2, 32, 128, 2048)
