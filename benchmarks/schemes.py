@@ -1,6 +1,7 @@
 """The 32 schemes of compressed-tensors: written, decompressed by its own code, and loaded in a fresh process.
 
     python -m benchmarks.schemes [--model smollm2] [--only mxfp4 nvfp4] [--write]
+    python -m benchmarks.schemes --vllm PYTHON --sglang PYTHON [--keep FOLDER] [--servers] [--write]
     python -m benchmarks.schemes --model smollm2 --divergence [--only mxfp4 nvfp4] [--write]
 
 Each row quantizes a model to nearest with the configuration of `quark_fx.presets.SCHEMES`, writes the checkpoint, and
@@ -14,9 +15,16 @@ compares
 - *KL*, or *dB* with `--model tiny`: the quantized model's error against the float model's predictions.
 
 `--model tiny` is a Llama with random weights. Groups of 128 become groups of 64 where a model's channels need it. The
-last columns are the least compute capabilities of NVIDIA GPUs on which servers load a scheme. `--divergence` measures
-the error alone, with the perplexity; rows of schemes that it does not measure stay on the page. `--write` updates the
-section of the model in `benchmarks/results/schemes.md`.
+columns of servers are the least compute capabilities of NVIDIA GPUs on which `quark_fx.targets.servers` expects a
+server to load a scheme.
+
+With `--vllm` and `--sglang`, the Pythons of environments as in `benchmarks.in_vllm` and `in_sglang`, the servers' own
+code then loads each checkpoint, and those of `CACHES`, as for GPUs of `--capabilities` that are not there: it parses
+the configuration, chooses schemes and kernels, and loads the weights, on a CPU; no kernel runs. *As expected* compares
+this with our rules. `--keep` names a folder for the checkpoints; those that it already has are read as they are.
+
+`--servers` measures these columns alone, and `--divergence` the error alone, with the perplexity; rows of schemes that
+it does not measure stay on the page. `--write` updates the sections of the model in `benchmarks/results/schemes.md`.
 """
 
 from __future__ import annotations
@@ -40,10 +48,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
+from benchmarks import in_sglang, in_vllm
 from benchmarks.common import environment, one_thread, rows_of, sections_of, sqnr, table
 from benchmarks.experiment import Option, experiment
+from quark_fx.config.specs import Granularity
 from quark_fx.export.runtime import checkpoint_process
-from quark_fx.presets import SCHEMES
+from quark_fx.numbers.formats import FP8_E4M3, INT8
+from quark_fx.presets import NVFP4, SCHEMES
 from quark_fx.targets.servers import capability
 
 
@@ -187,6 +198,89 @@ def loaded(names: list[str], window: dict[str, Tensor], folder: Path) -> dict[st
     return {name: torch.load(folder / f"{name}.pt") for name in names}
 
 
+_FP8 = qfx.TensorSpec(format=FP8_E4M3)
+
+CACHES: Mapping[str, tuple[str, qfx.TensorSpec | None, str]] = {
+    "FP8 cache per tensor": ("w4a16", _FP8, in_vllm.CT),
+    "FP8 cache per head": ("w4a16", _FP8.replace(granularity=Granularity.HEAD), in_vllm.CT),
+    "int8 cache": ("w4a16", qfx.TensorSpec(format=INT8), in_vllm.CT),
+    "FP8 cache in ModelOpt's layout": ("fp8_dynamic", _FP8, "modelopt"),
+    "NVFP4 cache in ModelOpt's layout": ("nvfp4", NVFP4.input, "modelopt"),
+}
+"""Scheme of the weights, spec of keys and values, and format, by row of the table of servers."""
+
+CAPABILITIES = ("7.5", "8.0", "8.9", "9.0", "10.0")
+
+SERVERS: Mapping[str, Callable[..., list[Mapping[str, Any]]]] = {"vLLM": in_vllm.loaded, "SGLang": in_sglang.loaded}
+
+
+def kept(model: Model, only: Sequence[str], folder: Path) -> dict[str, str]:
+    """Write the checkpoints that a folder lacks; return the names of all in the folder by row."""
+    channels: int = model.session.model.config.hidden_size  # type: ignore[union-attr, assignment]
+    rows = {scheme.upper(): (scheme, None, in_vllm.CT) for scheme in only} | dict(CACHES)
+    names = dict[str, str]()
+    for row, (scheme, cache, form) in rows.items():
+        names[row] = name = scheme if cache is None else "".join(c if c.isalnum() else "-" for c in row)
+        if not (folder / name).exists():
+            config = fitted(SCHEMES[scheme], channels).replace(kv_cache=cache)
+            qmodel = qfx.quantize(model.session, config, progress=False)
+            qfx.export.huggingface(qmodel, folder / name, format=form)
+    return names
+
+
+def expected(server: str, row: str, capabilities: Sequence[str]) -> list[bool]:
+    """Tell for which compute capabilities our rules expect a server to load the checkpoint of a row."""
+    if row in CACHES:
+        scheme, cache, form = CACHES[row]
+        try:
+            target = SCHEMES[scheme].replace(target=server.lower(), kv_cache=cache).target
+        except qfx.QuarkError:
+            return [False] * len(capabilities)
+        assert target.checkpoints is not None
+        return [not target.checkpoints.refuses(form, {}, ())] * len(capabilities)
+    config = SCHEMES[row.lower()]
+    least, _, alone = capability(server, config.weight, config.input).partition(" ")
+    return [bool(least) and (at == least if alone == "alone" else float(at) >= float(least)) for at in capabilities]
+
+
+def chosen(found: Mapping[str, Any], cache: bool) -> str:
+    """Return the schemes and kernels that a server chose for the layers, or what it says."""
+    if "error" in found:
+        return in_vllm.shortened(found["error"].partition(" for layer_name")[0], 120)
+    schemes = [scheme for name, scheme in found["layers"].items() if ".layers." in name]
+    names = dict.fromkeys(name for name in schemes if cache or "KVCache" not in name)
+    lost = [f"{key}: {found[key][0]}" for key in ("unfilled", "unread") if found[key]]
+    return ", ".join([*names, *found.get("kernels", ()), *lost])
+
+
+def reads(found: Mapping[str, Any]) -> bool:
+    """Tell whether a server loaded the whole checkpoint."""
+    return "error" not in found and not found["unfilled"] and not found["unread"]
+
+
+def served(
+    pythons: Mapping[str, Path], model: Model, only: Sequence[str], folder: Path, capabilities: Sequence[str]
+) -> str:
+    """Let servers load checkpoints; return the table."""
+    names = kept(model, only, folder)
+    cells: dict[str, list[str]] = {row: [row] for row in names}
+    for server, python in pythons.items():
+        results: dict[str, list[Mapping[str, Any]]] = {row: [] for row in names}
+        for at in capabilities:
+            loads = SERVERS[server](python, folder, list(names.values()), [int(part) for part in at.split(".")])
+            for row, found in zip(names, loads, strict=True):
+                results[row].append(found)
+                print(server, at, row, chosen(found, row in CACHES), sep=" | ", file=sys.stderr, flush=True)
+        for row, answers in results.items():
+            said = [chosen(each, row in CACHES) for each in answers]
+            changes = [i for i, text in enumerate(said) if i == 0 or text != said[i - 1]]
+            loaded = [reads(each) for each in answers]
+            cells[row].append("; ".join(f"{capabilities[i]}: {said[i]}" for i in changes))
+            cells[row].append("yes" if loaded == expected(server, row, capabilities) else "no")
+    header = [title for server in pythons for title in (server, "as expected")]
+    return table(("checkpoint", *header), list(cells.values()))
+
+
 def divergences(only: Sequence[str], tested: Model, title: str) -> Iterator[str]:
     """Yield the table of the divergences of schemes after each; the page's section of that title has other rows."""
     channels: int = tested.session.model.config.hidden_size  # type: ignore[union-attr, assignment]
@@ -209,8 +303,23 @@ def main(
     model: Annotated[str, Option(choices=MODELS)] = "tiny",
     only: Sequence[str] = tuple(name.lower() for name in PRESET_SCHEMES if name != "UNQUANTIZED"),
     divergence: Annotated[bool, "measure the divergence alone"] = False,
+    servers: Annotated[bool, "let the servers load the checkpoints alone"] = False,
+    vllm: Annotated[Path | None, Option("the Python of an environment with vLLM", metavar="PYTHON")] = None,
+    sglang: Annotated[Path | None, Option("the Python of an environment with SGLang", metavar="PYTHON")] = None,
+    capabilities: Sequence[str] = CAPABILITIES,
+    keep: Annotated[Path | None, "folder of the checkpoints that servers load"] = None,
 ) -> Iterator[str]:
     """Measure, and yield the page."""
+    pythons = {name: python for name, python in (("vLLM", vllm), ("SGLang", sglang)) if python is not None}
+    if pythons:
+        with one_thread(), tempfile.TemporaryDirectory() as name:
+            rows = served(pythons, MODELS[model](), only, keep or Path(name), capabilities)
+        yield page(
+            f"Loaded by servers: {model}",
+            f"{_SERVERS.format(', '.join(capabilities))}\n\n{rows}\n\n{_versions(pythons)}",
+        )
+    if servers:
+        return
     if divergence:
         with one_thread():
             title = f"KL divergence of {model}"
@@ -232,6 +341,17 @@ def main(
     command = f"`python -m benchmarks.schemes --model {model} --write` measures this."
     yield page(f"Written and read: {model}", f"{command}\n\n{table(header, list(lines.values()))}\n\n{_NOTES}")
 
+
+def _versions(pythons: Mapping[str, Path]) -> str:
+    told = {"vLLM": in_vllm.versions, "SGLang": in_sglang.versions}
+    return "\n".join(f"In the environment of {server}: {told[server](python)}." for server, python in pythons.items())
+
+
+_SERVERS = """Checkpoints of the schemes, and of caches, in the servers' own configuration and loading code, run as for
+NVIDIA GPUs of compute capability {}, without one: what the servers choose for the layers, with the capability from
+which on they choose it. No kernel ran. Every tensor of the checkpoint was read, and every parameter filled, unless
+`unread` or `unfilled` names one. *As expected* is yes if the target accepts the row where the server loads all of it,
+and only there. `python -m benchmarks.schemes --vllm PYTHON --sglang PYTHON --servers --write` measures this."""
 
 _DIVERGENCE = """SmolLM2-135M, whose weights are real: the mean KL divergence from the float model's predictions, in
 nats per token, of 1,022 predictions of held-out text. NVFP4 and FP8 calibrate on 4 windows of 512 tokens; the other

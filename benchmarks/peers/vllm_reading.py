@@ -6,6 +6,7 @@ Its environment needs vLLM, not quark_fx. A job is a JSON object; checkpoints an
 is written as soon as it is known, so that a crash leaves the earlier ones.
 
     checkpoints  list of `{"name": …, "dtype": …}`; the folder has that name
+    capability   compute capability of a GPU, major and minor: load the checkpoints as for it, and compute nothing
     windows      token ids whose log probabilities are asked for, `(windows, length)`
     prompts      token ids that are continued greedily, `(prompts, length)`
     generate     how many tokens; the token 0 is never chosen
@@ -14,7 +15,10 @@ is written as soon as it is known, so that a crash leaves the earlier ones.
     cache        whether to write `cache.json`, what `cache_rounding` returns (default: no)
 
 Results are `name.dtype.json`: `error`, or `kernels`, `logprobs` (pairs of token and log probability at each position of
-each window but the first), `tokens`, and `seconds` that all prompts took together.
+each window but the first), `tokens`, and `seconds` that all prompts took together. With `capability`, they are
+`error`, or `kernels` and what `benchmarks.peers.loading.loaded` returns. vLLM's own platform for NVIDIA GPUs then
+chooses schemes, kernels, and the attention; torch answers for a GPU that is not there, and stubs take the place of
+compiled CUDA code, of FlashInfer and of Humming, which vLLM requires on such GPUs.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ import gc
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.loading import loaded, pretend, reason
 from benchmarks.peers.worker import work
 
 os.environ |= {
@@ -110,6 +116,65 @@ def cache_rounding() -> dict[str, float]:
     return {name: float((found == codes.flatten().sort().values).float().mean()) for name, codes in wanted.items()}
 
 
+STUBS = (
+    *("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "flashinfer", "flashinfer_cubin"),
+    *("humming", "vllm.utils.humming"),
+    *("vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C"),
+)
+"""Modules whose names are found, and do nothing."""
+
+_DEFAULTS = ("prob_scale", *(f"{name}_{what}" for name in "qkv" for what in ("scale", "zero_point")))
+"""Scales of caches and zero points, which are 1 and 0 where the checkpoint has none."""
+
+_COMPILED = {
+    "cutlass_scaled_mm_supports_fp8": 89,
+    "cutlass_scaled_mm_supports_block_fp8": 90,
+    "cutlass_scaled_mm_supports_fp4": 100,
+    "cutlass_group_gemm_supported": 90,
+}
+"""Lowest compute capability, times 10, by query of the compiled code (vLLM's `csrc`, with CUDA 13)."""
+
+
+def _join_alone(capability: Sequence[int], folder: Path) -> None:
+    """Make vLLM choose as for a GPU, in a group of one process."""
+    import torch
+
+    pretend(capability, STUBS)
+    library = torch.library.Library("_C", "FRAGMENT")
+    for name, least in _COMPILED.items():
+        library.define(f"{name}(int capability) -> bool")
+        library.impl(name, lambda found, least=least: found >= least, "CompositeExplicitAutograd")
+    library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")  # layers ask for it, and do not call it
+    import vllm.platforms as platforms  # type: ignore[import-not-found]
+    from vllm.platforms.cuda import NonNvmlCudaPlatform  # type: ignore[import-not-found]
+
+    platforms._current_platform = NonNvmlCudaPlatform()
+    from vllm.config import VllmConfig, set_current_vllm_config  # type: ignore[import-not-found]
+    from vllm.distributed import parallel_state  # type: ignore[import-not-found]
+
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"file://{folder / 'group'}"
+        )
+        parallel_state.initialize_model_parallel(backend="gloo")
+
+
+def load(folder: Path, dtype: str) -> dict[str, Any]:
+    """Build the model of a checkpoint as for a GPU, load its weights, and return the result."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+    from vllm.model_executor.model_loader.utils import initialize_model  # type: ignore[import-not-found]
+
+    arguments = EngineArgs(model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True)
+    config = arguments.create_engine_config()
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        model = initialize_model(vllm_config=config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {"kernels": _kernels(model), **loaded(model, folder, _DEFAULTS)}
+
+
 def _pairs(place: dict[int, Any]) -> list[tuple[int, float]]:
     return [(token, found.logprob) for token, found in place.items()]
 
@@ -125,33 +190,25 @@ def _kernels(model: Any) -> list[str]:
     return sorted(names)
 
 
-def _reason(error: BaseException) -> str:
-    """Return the first cause of an error, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A validation error says what is wrong in its second line.
-    said = (
-        lines[1].partition(" [type=")[0] if lines and "validation error" in lines[0] and lines[1:] else " ".join(lines)
-    )
-    return f"{type(error).__name__}: {said.partition(' Reasons:')[0]}".rstrip(": ")
-
-
 def run(path: Path) -> None:
     """Do the job of the JSON file at `path`."""
-    from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
-
     job = json.loads(path.read_text(encoding="utf-8"))
+    capability = job.get("capability")
+    if capability:
+        _join_alone(capability, path.parent)
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     if job.get("cache"):
         (path.parent / "cache.json").write_text(json.dumps(cache_rounding()), encoding="utf-8")
     for checkpoint in job["checkpoints"]:
         name, dtype = checkpoint["name"], checkpoint["dtype"]
         try:
-            found = read(path.parent / name, dtype, job)
+            found = load(path.parent / name, dtype) if capability else read(path.parent / name, dtype, job)
         except Exception as error:  # whatever it does not read is a result
-            found = {"error": _reason(error)}
+            found = {"error": reason(error)}
         gc.collect()
-        cleanup_dist_env_and_memory()
+        if not capability:
+            cleanup_dist_env_and_memory()
         partial = path.parent / f"{name}.{dtype}.partial"
         partial.write_text(json.dumps(found), encoding="utf-8")
         partial.replace(path.parent / f"{name}.{dtype}.json")

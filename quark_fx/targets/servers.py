@@ -1,7 +1,8 @@
 """Rules common to vLLM and SGLang, two servers that load the checkpoints of `quark_fx.export.huggingface`.
 
 The rules follow vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig`) and
-the layers that they create. `benchmarks.in_sglang` shows how SGLang loads checkpoints that these rules refuse.
+the layers that they create. `benchmarks.schemes` has the servers' own code load checkpoints as for GPUs, and compares
+what they do with these rules. `benchmarks.in_sglang` shows how SGLang loads checkpoints that these rules refuse.
 """
 
 from __future__ import annotations

@@ -261,6 +261,7 @@ def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str],
             f"{other and f'export with format={other!r}, or '}set kv_cache=TensorSpec(format='fp8_e4m3')"
         )
     if config.get("kv_lora_rank") is not None:
+        # vLLM caches keys and values only of MiniCPM3 (`ModelConfig.use_mla`), and SGLang of none of them.
         return "servers cache latents (kv_lora_rank) instead of its keys and values; set kv_cache=None"
     if kind == NVFP4_CACHE and channels is not None and channels % 16:
         return f"heads of {channels} channels, which are not a multiple of 16; set format='fp8_e4m3' in kv_cache"
