@@ -177,6 +177,7 @@ class FloatView:
                 measured = scale.all_input_nodes[0]
                 _, _, symmetry, axis, *rest = cast(tuple[Any, ...], measured.args)
                 activation = Activation(fmt, None, None, symmetry, self._from_last(source, axis), *rest)
+                activation = replace(activation, rank=value_of(self._gm, source).dim())
         value, before = self._values[source]
         for name, stack in inner.meta.get("absorbed", ()):
             if name not in self._named:

@@ -70,6 +70,7 @@ class Activation:
         ratio: Fraction of the measured range, see `quark_fx.numbers.ops.dynamic_qparams`.
         cast: The 16-bit dtype to which the activation is cast and back; `None` without a cast.
         factors: Factors that are applied before the rounding, in order.
+        rank: Number of dimensions of an activation whose scales are measured; `None` if unknown.
     """
 
     format: str = ""
@@ -83,6 +84,7 @@ class Activation:
     ratio: float = 1.0
     cast: torch.dtype | None = None
     factors: tuple[Factor, ...] = ()
+    rank: int | None = None
 
     @property
     def rounds(self) -> bool:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoint_readers import read_checkpoints_here
 from safetensors.torch import load_file, save_file
 from test_huggingface import FLOAT_ENDS, IDS, quantized
@@ -60,6 +62,36 @@ def test_a_checkpoint_that_needs_a_later_reader_is_refused(checkpoint: Path, mon
                 TransformersRunner(checkpoint)
         else:
             TransformersRunner(checkpoint)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+OF_OTHER_RANKS: dict[str, tuple[Any, str]] = {
+    "2 dimensions": (
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)),
+        "bert.pooler.dense",
+    ),
+    "4 dimensions": (
+        lambda: transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(**SIZES, **LATENT, num_key_value_heads=4, first_k_dense_replace=1)
+        ),
+        "model.layers.0.self_attn.kv_b_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_RANKS)
+@pytest.mark.parametrize("preset", ["fp8_dynamic", "w8a8_dynamic"])
+def test_tokens_of_inputs_of_any_rank_have_their_own_scales(name: str, preset: str, here: None, tmp_path: Path) -> None:
+    """compressed-tensors measures one scale for all tokens of a sequence, or one for all samples of a batch."""
+    build, layer = OF_OTHER_RANKS[name]
+    config = qfx.presets.preset(preset)
+    assert config.input is not None
+    read = config.input.replace(symmetry="symmetric_full") if preset == "w8a8_dynamic" else config.input
+    qmodel = quantize(seeded(build()), config.replace(input=read, exclude=(*config.exclude, "op:head")), BATCHES)
+    with pytest.warns(UserWarning, match=rf"one scale for several tokens .* for each token: {layer}; to run"):
+        qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
+    assert qfx.verify(qmodel, tmp_path / "checkpoint", BATCHES).verdict == "correct"
 
 
 def test_a_gguf_file_computes_what_the_graph_computes(here: None, tmp_path: Path) -> None:

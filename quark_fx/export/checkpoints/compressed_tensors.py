@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quark_fx.checkpoints.files import some_of
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.checkpoints.words import pack, pack_columns
 from quark_fx.errors import ExportError
@@ -146,6 +147,12 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     tensors = each_layer(checkpoint.layers, lambda layer: parts(layer, schemes.add(layer)), shelf)
     for message in dict.fromkeys(filter(None, map(_measured_otherwise, checkpoint.layers))):
         warn(message)
+    if several := [layer.name for layer in checkpoint.layers if _shares_scales(layer.input)]:
+        warn(
+            "transformers measures one scale for several tokens if the input of a layer does not have 3 dimensions, "
+            f"but this model, servers, and verify() measure one for each token: {some_of(several)}; to run this "
+            "checkpoint in transformers, keep these inputs in float with Override(pattern=..., input=None)"
+        )
     share_global_scales(tensors)
     schemes.require_readable()
     scales, cache = cache_of(checkpoint)
@@ -340,6 +347,11 @@ def _measured_otherwise(layer: Layer) -> str:
         f"readers compute scales of {fmt} activations by the rule {rule}, but this model by {kind}, so they round some "
         f"blocks differently; for equal results, set scale='{rule}' on `input`"
     )
+
+
+def _shares_scales(activation: Activation | None) -> bool:
+    """Tell whether compressed-tensors, which keeps two dimensions apart, measures one scale for several tokens."""
+    return activation is not None and activation.per_token and activation.rank not in (None, 3)
 
 
 def _scheme(layer: Layer) -> dict[str, Any]:

@@ -367,9 +367,11 @@ def _layers(
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             if len(shape) > 2:
                 what = "the kernel of a convolution" if is_kernel else "a stack"
+                stored = constant.quantized
+                transposed = stored is not None and (stored.axis, bool(stored.block_size)) in ((1, True), (2, False))
                 raise ExportError(
                     f"{what} {shape} that transformers does not split into matrices; leave it in float"
-                    + ", or quantize it as mxfp4_weight_only does, for format='mxfp4'" * (not is_kernel)
+                    + ", or quantize it as mxfp4_weight_only does, for format='mxfp4'" * (transposed and not is_kernel)
                 )
             if leaf != "weight" or not simple:
                 raise ExportError(

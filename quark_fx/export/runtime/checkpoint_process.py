@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,34 @@ def _load(path: Path) -> Any:
         return scale_positions(transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options), path)
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
     options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    return getattr(transformers, architecture).from_pretrained(path, **options)
+    return measure_tokens(getattr(transformers, architecture).from_pretrained(path, **options))
+
+
+def measure_tokens(model: Any) -> Any:
+    """Let quantized layers of a model measure one scale for each token in inputs of any rank, as servers do.
+
+    compressed-tensors 0.20 measures one scale for each index of the first two dimensions.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        read = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
+        if read is not None and read.dynamic and read.strategy == "token":
+            shapes = list[torch.Size]()
+            module.register_forward_pre_hook(partial(_flatten, shapes))
+            module.register_forward_hook(partial(_unflatten, shapes))
+    return model
+
+
+def _flatten(shapes: list[torch.Size], _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x, *rest = args
+    shapes.append(x.shape)
+    return x.reshape(1, -1, x.shape[-1]), *rest
+
+
+def _unflatten(shapes: list[torch.Size], _module: Any, _args: Any, result: Tensor) -> Tensor:
+    return result.reshape(*shapes.pop()[:-1], result.shape[-1])
 
 
 FREQUENCIES = "rope_freqs.weight"
