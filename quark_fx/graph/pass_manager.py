@@ -296,7 +296,7 @@ def needs_context(p: GraphPass) -> bool:
 
 
 def learns_from_data(p: GraphPass) -> bool:
-    """Tell whether a pass makes a choice from data that must be validated on held-out data."""
+    """Tell whether a pass learns from the calibration data, and validates what it learns on held-out data."""
     return needs_context(p) and not pass_stage(p).is_single and getattr(p, "learns", True)
 
 

@@ -287,4 +287,4 @@ def _qparams(call: Node, watch: _Watch, results: Known | None) -> QParams:
         raise _unusable(describe(source), error) from error
 
 
-__all__ = ["calibrate", "insert_observers"]
+__all__ = ["calibrate", "insert_observers", "observe_batches", "read_observers", "watches_in"]

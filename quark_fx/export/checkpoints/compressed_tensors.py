@@ -37,8 +37,7 @@ def decompress_to_bfloat16(config: Mapping[str, Any]) -> bool:
 
     If they do, the whole model has this dtype.
     """
-    groups = config.get("config_groups", {}).values()
-    return config["quant_method"] == "mxfp4" or any(group.get("format", "") in _BLOCK_FORMS for group in groups)
+    return any(group.get("format", "") in _BLOCK_FORMS for group in config.get("config_groups", {}).values())
 
 
 class Schemes:
@@ -149,9 +148,9 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         warn(message)
     if several := [layer.name for layer in checkpoint.layers if _shares_scales(layer.input)]:
         warn(
-            "transformers measures one scale for several tokens if the input of a layer does not have 3 dimensions, "
-            f"but this model, servers, and verify() measure one for each token: {some_of(several)}; to run this "
-            "checkpoint in transformers, keep these inputs in float with Override(pattern=..., input=None)"
+            "transformers computes one scale for several tokens in layers whose input has 2 or 4 dimensions: "
+            f"{some_of(several)}. This model, servers, and verify() compute one for each token. To run this checkpoint "
+            "in transformers, keep these inputs in float with Override(pattern=..., input=None)"
         )
     share_global_scales(tensors)
     schemes.require_readable()
@@ -350,8 +349,8 @@ def _measured_otherwise(layer: Layer) -> str:
 
 
 def _shares_scales(activation: Activation | None) -> bool:
-    """Tell whether compressed-tensors, which keeps two dimensions apart, measures one scale for several tokens."""
-    return activation is not None and activation.per_token and activation.rank not in (None, 3)
+    """Tell whether a scale per index of the first two dimensions, as in compressed-tensors, is for several tokens."""
+    return activation is not None and activation.per_token and activation.rank not in (None, 1, 3)
 
 
 def _scheme(layer: Layer) -> dict[str, Any]:

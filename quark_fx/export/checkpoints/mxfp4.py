@@ -8,7 +8,7 @@ from torch import Tensor
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.checkpoints.words import pack
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.values import Checkpoint, Layer, Written, each_layer, require_weights_alone
+from quark_fx.export.checkpoints.values import STACKED, Checkpoint, Layer, Written, each_layer, require_weights_alone
 from quark_fx.export.packing import exponents
 from quark_fx.numbers.formats import FP4_E2M1
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -26,6 +26,12 @@ def mxfp4(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     Source:
         `Mxfp4HfQuantizer` of transformers; "Open Compute Project: Microscaling Formats (MX)" (2023).
     """
+    kind = checkpoint.shell.config.get_text_config().model_type
+    if kind not in STACKED:
+        raise ExportError(
+            f"format='mxfp4' is for models of type {', '.join(STACKED)}, whose readers load stacks of experts, not for "
+            f"{kind}; use format='compressed-tensors'"
+        )
     require_weights_alone(checkpoint, "MXFP4")
     floats = [name for name, tensor in checkpoint.tensors.items() if tensor.dim() == 3]
 
@@ -46,13 +52,12 @@ def mxfp4(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 def _stack(layer: Layer) -> dict[str, Tensor]:
     weight = layer.weight
-    layout = f"stacks of experts (experts, inputs, outputs) in {FP4_E2M1} with a power of two for {_GROUP} inputs"
-    if weight.codes.dim() != 3:
-        raise ExportError(
-            f"MXFP4 holds only {layout}, and no other layers; exclude this layer, or use format='compressed-tensors'"
-        )
-    if weight.format != FP4_E2M1 or (weight.axis, weight.block_size) != (1, _GROUP):
-        raise ExportError(f"MXFP4 holds {layout}, not {weight.format}; use the preset mxfp4_weight_only")
+    if not layer.stack:
+        raise ExportError("this layout stores only experts quantized; exclude this layer")
+    if weight.format != FP4_E2M1 or weight.axis != 1:
+        raise ExportError(f"experts in {weight.format}; this layout needs the weights of the preset mxfp4_weight_only")
+    if weight.block_size != _GROUP:
+        raise ExportError(f"groups of {weight.block_size}; this layout needs group_size={_GROUP}")
     experts, inputs, outputs = weight.codes.shape
     if inputs % _GROUP:
         raise ExportError(f"{inputs} inputs are not a multiple of {_GROUP}; leave this stack in float")

@@ -73,7 +73,7 @@ def huggingface(
         format: `"compressed-tensors"` (integers up to 8 bits, FP8 E4M3 also in square blocks, NVFP4, MXFP4, MXFP6 E2M3,
             and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"` (integer weights with one
             group size, float activations), `"modelopt"` (FP8, FP8 blocks, NVFP4, or MXFP8, the same for all layers), or
-            `"mxfp4"` (MXFP4 stacks of experts that are stored as (experts, inputs, outputs), the layout of GPT-OSS).
+            `"mxfp4"` (the layout of GPT-OSS: experts in MXFP4, everything else in float).
         tokenizer: Tokenizer to save in the same directory.
         model: Float model of the same architecture, if `qmodel` was loaded from a file.
 
@@ -99,7 +99,7 @@ def huggingface(
         require_no_weights(directory)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    checkpoint = take_apart(qmodel, model, whole=format == _OF_STACKS)
+    checkpoint = take_apart(qmodel, model, stacks_whole=format == _OF_STACKS)
     replaced = new_directory(directory, replaces=_is_of_checkpoint, last="config.json")
     with writing(directory), replaced as folder:
         _write(qmodel, checkpoint, folder, format, tokenizer)

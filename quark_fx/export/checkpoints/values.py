@@ -29,7 +29,6 @@ from quark_fx.export.checkpoints.experts import as_saved, matrices, stacked_rows
 from quark_fx.export.checkpoints.plain_model import require_plain, require_reader
 from quark_fx.export.packing import matrix_of
 from quark_fx.graph.operators import ATTENTION
-from quark_fx.model.constants import Constant
 from quark_fx.model.correspondence import Correspondence
 from quark_fx.model.eager import placed
 from quark_fx.model.hooks import foreign_hooks
@@ -153,13 +152,21 @@ class Checkpoint:
         return [name for names in self.stacks.values() for name in names]
 
 
-def take_apart(qmodel: QuantizedModel, model: nn.Module | None, *, whole: bool = False) -> Checkpoint:
+STACKED = ("gpt_oss",)
+"""Model types whose readers load stacks of experts, each as one pair of tensors (`mxfp4`)."""
+
+
+def _is_stacked(model: Any) -> bool:
+    return model.config.get_text_config().model_type in STACKED
+
+
+def take_apart(qmodel: QuantizedModel, model: nn.Module | None, *, stacks_whole: bool = False) -> Checkpoint:
     """Return the contents of a checkpoint of `qmodel`.
 
     Args:
         qmodel: Result of `quantize`.
         model: Float model of the same architecture, if `qmodel` was loaded from a file.
-        whole: Whether the format supports stacks of experts that transformers does not split.
+        stacks_whole: Whether the format supports the stacks of experts of the model types in `STACKED`.
 
     Raises:
         ExportError: If no checkpoint format supports the quantization of an operator (all such operators are listed),
@@ -179,7 +186,8 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None, *, whole: bool =
             f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
-    layers = _layers(source, correspondence, head=_head(source), unrotated=files.unrotated, whole=whole)
+    head, whole = _head(source), stacks_whole and _is_stacked(source)
+    layers = _layers(source, correspondence, head=head, unrotated=files.unrotated, stacks_whole=whole)
     require_plain(source)
     read = correspondence.rounding.inputs.items()
     rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
@@ -314,7 +322,7 @@ def _whole(factor: Factor) -> Tensor:
 
 
 def _layers(
-    model: nn.Module, correspondence: Correspondence, *, head: str, unrotated: Unrotated | None, whole: bool
+    model: nn.Module, correspondence: Correspondence, *, head: str, unrotated: Unrotated | None, stacks_whole: bool
 ) -> list[Layer]:
     """Return the modules with quantized weights; raise one error that lists all unsupported operators.
 
@@ -323,7 +331,7 @@ def _layers(
         correspondence: Constants and rounding of the model's modules.
         head: Path of the module that projects to the vocabulary; empty if there is none.
         unrotated: Value of `CheckpointFiles.unrotated`.
-        whole: Whether the format supports stacks of experts that transformers does not split.
+        stacks_whole: Whether to return stacks of experts as one layer each.
     """
     layers: list[Layer] = []
     errors, names = [], list[str]()
@@ -334,6 +342,11 @@ def _layers(
 
     def of_expert(name: str, key: str) -> QuantizedTensor:
         return apart(name)[key]
+
+    def of_stack(name: str) -> QuantizedTensor:
+        stored = correspondence.constants[name].quantized
+        assert stored is not None  # see `is_stack`
+        return stored
 
     paths = {
         path: name
@@ -349,11 +362,11 @@ def _layers(
         try:
             experts, shape = apart(name), tuple(constant.tensor.shape)
             is_kernel = "Conv" in type(module).__name__
-            is_stack = whole and not experts and len(shape) == 3 and not is_kernel
+            is_stack = stacks_whole and constant.quantized is not None and len(shape) == 3 and not is_kernel
             if (experts or is_stack) and path in correspondence.rounding.inputs:
                 raise ExportError("the activations of experts are quantized or rotated; keep them in float")
             if is_stack:
-                layers.append(Layer(name, module, partial(_stack_of, constant), None, name))
+                layers.append(Layer(name, module, partial(of_stack, name), None, name))
                 continue
             if experts:
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
@@ -367,11 +380,9 @@ def _layers(
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             if len(shape) > 2:
                 what = "the kernel of a convolution" if is_kernel else "a stack"
-                stored = constant.quantized
-                transposed = stored is not None and (stored.axis, bool(stored.block_size)) in ((1, True), (2, False))
+                also = ", or quantize nothing but experts, to MXFP4, and use format='mxfp4'" * _is_stacked(model)
                 raise ExportError(
-                    f"{what} {shape} that transformers does not split into matrices; leave it in float"
-                    + ", or quantize it as mxfp4_weight_only does, for format='mxfp4'" * (transposed and not is_kernel)
+                    f"{what} {shape} that transformers does not split into matrices; leave it in float{also}"
                 )
             if leaf != "weight" or not simple:
                 raise ExportError(
@@ -422,11 +433,6 @@ def _layers(
     if not layers:
         raise ExportError("no weight is quantized; save the float model instead")
     return layers
-
-
-def _stack_of(constant: Constant) -> QuantizedTensor:
-    assert constant.quantized is not None
-    return constant.quantized
 
 
 _UNROTATED = f"{UNROTATED}, or leave this layer out with the pass's only="

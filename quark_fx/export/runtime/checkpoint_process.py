@@ -73,10 +73,10 @@ def _load(path: Path) -> Any:
         return scale_positions(transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options), path)
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
     options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    return measure_tokens(getattr(transformers, architecture).from_pretrained(path, **options))
+    return _measure_tokens(getattr(transformers, architecture).from_pretrained(path, **options))
 
 
-def measure_tokens(model: Any) -> Any:
+def _measure_tokens(model: Any) -> Any:
     """Let quantized layers of a model measure one scale for each token in inputs of any rank, as servers do.
 
     compressed-tensors 0.20 measures one scale for each index of the first two dimensions.
@@ -88,19 +88,19 @@ def measure_tokens(model: Any) -> Any:
         read = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
         if read is not None and read.dynamic and read.strategy == "token":
             shapes = list[torch.Size]()
-            module.register_forward_pre_hook(partial(_flatten, shapes))
+            module.register_forward_pre_hook(partial(_flatten, shapes), with_kwargs=True)
             module.register_forward_hook(partial(_unflatten, shapes))
     return model
 
 
-def _flatten(shapes: list[torch.Size], _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    x, *rest = args
-    shapes.append(x.shape)
-    return x.reshape(1, -1, x.shape[-1]), *rest
+def _flatten(shapes: list[torch.Size], _: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
+    (x,) = (*args, *kwargs.values())  # the input of a linear layer
+    shapes[:] = [x.shape]
+    return (x.reshape(1, -1, x.shape[-1]),), {}
 
 
 def _unflatten(shapes: list[torch.Size], _module: Any, _args: Any, result: Tensor) -> Tensor:
-    return result.reshape(*shapes.pop()[:-1], result.shape[-1])
+    return result.reshape(*shapes[0][:-1], result.shape[-1])
 
 
 FREQUENCIES = "rope_freqs.weight"

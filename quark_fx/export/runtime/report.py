@@ -204,10 +204,11 @@ _INTEGER_KERNELS = frozenset(
     }
 )
 _WEIGHT_ONLY_KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized", "QMoE"})
-"""Kernels that compute in float with integer weights, except `MatMulNBits` with `accuracy_level=4`."""
+"""Kernels that dequantize their weights, except `MatMulNBits` with `accuracy_level=4`."""
 
 _INT8_ACTIVATIONS = 4
-"""Attribute `accuracy_level` of a `MatMulNBits` that rounds its activations to int8."""
+"""Attribute `accuracy_level` of a `MatMulNBits` that rounds its activations to int8. ONNX Runtime 1.32 has such kernels
+for all sizes but 2 bits in blocks of 16."""
 
 _HAVE_INTEGER_KERNELS = frozenset(
     {
@@ -273,7 +274,11 @@ def _is_code(value: ir.Value | None) -> bool:
 def _described(node: ir.Node, kept_signed: Collection[tuple[str | None, str]]) -> RuntimeNode:
     kernel = f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft.nchwc" else node.op_type
     if node.op_type in _WEIGHT_ONLY_KERNELS:
-        quantized = node.attributes.get_int("accuracy_level", 0) == _INT8_ACTIVATIONS
+        read = node.attributes.get_int
+        quantized = read("accuracy_level", 0) == _INT8_ACTIVATIONS and (read("bits", 4), read("block_size", 0)) != (
+            2,
+            16,
+        )
     else:
         in_integers = node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS
         quantized = in_integers or any(map(_is_code, node.inputs))
@@ -330,7 +335,7 @@ def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
 
 def _reason(node: ir.Node) -> str:
     if node.op_type in _WEIGHT_ONLY_KERNELS:
-        return "it computes in float with weights that are stored in integers"
+        return "it dequantizes its weights, and computes in float"
     if node.op_type not in _HAVE_INTEGER_KERNELS:
         return f"ONNX Runtime has no integer {node.op_type}"
     read = [value for value in node.inputs if value is not None and (value.dtype is None or not _is_index(value))]
