@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from quark_fx.capture.capture import Captured
-from quark_fx.capture.guards import _place_of_pieces
+from quark_fx.capture.guards import _fixes, _place_of_pieces
 
 
 class Computed(nn.Module):
@@ -67,6 +67,14 @@ def test_a_size_that_stays_a_size_fixes_nothing(name: str) -> None:
     assert qmodel.signature.input_shapes == ((None, 3, None),)
     x = torch.randn(2, 3, 96)
     assert (qmodel(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
+
+
+@pytest.mark.parametrize("size", [48, 1024])
+def test_a_condition_that_some_larger_sizes_meet_fixes_nothing(size: int) -> None:
+    """With steps that grow with the size, no multiple of 16 above 1,024 would be tried."""
+    symbol = sympy.Symbol("s", integer=True, positive=True)
+    assert not _fixes(sympy.Eq(symbol % 16, 0), symbol, {symbol: size}, {})
+    assert _fixes(sympy.Eq(symbol, size), symbol, {symbol: size}, {})
 
 
 def test_a_fixed_dimension_that_should_vary_is_refused() -> None:
