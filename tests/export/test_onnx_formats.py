@@ -1025,6 +1025,15 @@ def test_the_report_lists_what_onnx_runtime_makes_of_functions(tmp_path: Path) -
     assert kernels["Shape"] == kernels["Gather"] == 0
 
 
+def test_the_report_says_that_a_default_session_rounds_the_inputs_of_fused_products(tmp_path: Path) -> None:
+    qmodel, _ = linear(INT4_WEIGHT_ONLY.weight, 256, True, (5,))  # type: ignore[arg-type]
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    (node,) = path.report().nodes
+    assert node.kernel == "MatMulNBits"
+    assert not node.quantized
+    assert "session.qdq_matmulnbits_accuracy_level='0'; by default, it rounds activations to int8" in node.reason
+
+
 def test_weights_beside_the_file_count(tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(512, 64)), INT8_STATIC, [rand(4, 512)])
     path = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="qoperator", external_data=True)

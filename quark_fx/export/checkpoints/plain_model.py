@@ -34,7 +34,10 @@ def require_reader(model: nn.Module) -> None:
         )
     transformers = importlib.import_module("transformers")
     if not isinstance(model, transformers.PreTrainedModel):
-        raise ExportError(f"{name} is not a Transformers model; use qmodel.save(directory)")
+        raise ExportError(
+            f"{name} is not a Transformers model, which checkpoints hold; use export.onnx (in check: export='qdq'), or "
+            "qmodel.save(directory)"
+        )
     if kind.__module__.partition(".")[0] in _LIBRARIES or kind._auto_class is not None:
         return
     config: Any = model.config

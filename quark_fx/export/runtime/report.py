@@ -190,8 +190,8 @@ def _optimized(path: Path, original: ir.Model, optimize: bool | None) -> tuple[t
             raise ExportError(f"ONNX Runtime does not load {path.name}: {error}") from error
         run = ir.load(written)
         _infer_types(run)
-        kept_signed = {(node.name, node.op_type) for node in original.graph}
-        nodes = tuple(_described(node, kept_signed) for node in run.graph if not _is_plumbing(node))
+        in_file = {(node.name, node.op_type) for node in original.graph}
+        nodes = tuple(_described(node, in_file) for node in run.graph if not _is_plumbing(node))
         return nodes, sum(node.op_type in _CONVERSIONS for node in run.graph)
 
 
@@ -205,6 +205,9 @@ _INTEGER_KERNELS = frozenset(
 )
 _WEIGHT_ONLY_KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized", "QMoE"})
 """Kernels that dequantize their weights, except `MatMulNBits` with `accuracy_level=4`."""
+
+_AT_LEVEL_ZERO = " with session.qdq_matmulnbits_accuracy_level='0'; by default, it rounds activations to int8"
+"""Addition for a `MatMulNBits` that ONNX Runtime fuses from pairs, at the level of the session."""
 
 _INT8_ACTIVATIONS = 4
 """Attribute `accuracy_level` of a `MatMulNBits` that rounds its activations to int8. ONNX Runtime 1.32 has such kernels
@@ -271,7 +274,7 @@ def _is_code(value: ir.Value | None) -> bool:
     return value is not None and value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize <= 1
 
 
-def _described(node: ir.Node, kept_signed: Collection[tuple[str | None, str]]) -> RuntimeNode:
+def _described(node: ir.Node, in_file: Collection[tuple[str | None, str]]) -> RuntimeNode:
     kernel = f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft.nchwc" else node.op_type
     if node.op_type in _WEIGHT_ONLY_KERNELS:
         read = node.attributes.get_int
@@ -282,8 +285,9 @@ def _described(node: ir.Node, kept_signed: Collection[tuple[str | None, str]]) -
     else:
         in_integers = node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS
         quantized = in_integers or any(map(_is_code, node.inputs))
-    saturates = _saturates(node, (node.name, node.op_type) in kept_signed)
-    return RuntimeNode(node.name or "", kernel, quantized, "" if quantized else _reason(node), saturates)
+    is_in_file = (node.name, node.op_type) in in_file
+    reason = "" if quantized else _reason(node, is_in_file)
+    return RuntimeNode(node.name or "", kernel, quantized, reason, _saturates(node, is_in_file))
 
 
 _FACTORS = {
@@ -333,9 +337,10 @@ def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
     return PairBound.of_product(limit, rank, rank - 1 if node.attributes.get_int("transB", 0) else rank - 2)
 
 
-def _reason(node: ir.Node) -> str:
+def _reason(node: ir.Node, is_in_file: bool) -> str:
     if node.op_type in _WEIGHT_ONLY_KERNELS:
-        return "it dequantizes its weights, and computes in float"
+        fused = node.op_type == "MatMulNBits" and not is_in_file
+        return "it dequantizes its weights, and computes in float" + _AT_LEVEL_ZERO * fused
     if node.op_type not in _HAVE_INTEGER_KERNELS:
         return f"ONNX Runtime has no integer {node.op_type}"
     read = [value for value in node.inputs if value is not None and (value.dtype is None or not _is_index(value))]
