@@ -48,6 +48,10 @@ def test_the_contents_of_a_file_are_those_of_its_model(form: str, tmp_path: Path
     assert found.bytes == sum(file.stat().st_size for file in ([path] if form == "onnx" else path.iterdir()))
     assert next(iter(found.bytes_by_format)).startswith("int8")
     assert sum(found.bytes_by_format.values()) == sum(part.bytes for part in found.parts)
+    if form == "saved":
+        for part, row in zip(found.parts, qmodel.report(), strict=True):
+            least = row.bytes_before if row.reason else row.bytes_before / 4  # int8 for float32, and scales
+            assert least <= part.bytes <= (least if row.reason else 2 * least)
     assert (found.runtime is not None) == (form == "onnx")
     data = json.loads(json.dumps(found.to_dict()))
     assert len(data["operators"]) == len(found.parts)
