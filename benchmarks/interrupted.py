@@ -15,10 +15,12 @@ size that is too small, which is then made larger.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import signal
@@ -178,7 +180,7 @@ class Runs:
         after = time.perf_counter() - start
         process.kill()
         process.join()
-        blocks, partial = finished(directory), len(list(directory.rglob("*.partial")))
+        blocks, partial = finished(directory), found_in(directory, "*.partial")
         if process.exitcode != -signal.SIGKILL:
             return None
         seconds, found = self.finish(directory)
@@ -187,7 +189,12 @@ class Runs:
 
 def finished(directory: Path) -> int:
     """Return how many blocks a run has finished."""
-    return len(list(directory.rglob("pass-*.safetensors")))
+    return found_in(directory, "pass-*.safetensors")
+
+
+def found_in(directory: Path, pattern: str) -> int:
+    """Return how many files match a pattern; unlike `rglob`, `os.walk` passes over folders that a run just removed."""
+    return sum(len(fnmatch.filter(files, pattern)) for _, _, files in os.walk(directory))
 
 
 @contextmanager
