@@ -42,7 +42,7 @@ from quark_fx.presets import W4A16_RTN
 def loaded(
     python: Path, folder: Path, names: Sequence[str], capability: Sequence[int] = (9, 0)
 ) -> list[Mapping[str, Any]]:
-    """Return what SGLang makes of each checkpoint, given by the name of its folder in `folder`, as for a GPU."""
+    """Let SGLang load checkpoints as for a GPU; return a result for each name of a folder in `folder`."""
     (folder / "group").unlink(missing_ok=True)
     peer_job(python, "sglang_reading", {"capability": capability, "checkpoints": names}, folder)
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names]

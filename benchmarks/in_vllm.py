@@ -221,7 +221,7 @@ class Job:
 
 
 def loaded(python: Path, folder: Path, names: Sequence[str], capability: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Return what vLLM makes of each checkpoint, given by the name of its folder in `folder`, as for a GPU."""
+    """Let vLLM load checkpoints as for a GPU; return a result for each name of a folder in `folder`."""
     (folder / "group").unlink(missing_ok=True)
     dtype = "auto"
     checkpoints = [{"name": name, "dtype": dtype} for name in names]

@@ -66,7 +66,7 @@ class Model:
         session: its capture.
         batches: batches to calibrate on.
         window: a batch whose logits are compared.
-        error: what the last column calls the error, and the function that returns it for a quantized model.
+        error: Name of the error in the last column, and the function that returns it for a quantized model.
         figures: returns `KL` and `perplexity` of held-out text for a model; None if the model knows no language.
     """
 
@@ -244,7 +244,7 @@ def expected(server: str, row: str, capabilities: Sequence[str]) -> list[bool]:
 
 
 def chosen(found: Mapping[str, Any], cache: bool) -> str:
-    """Return the schemes and kernels that a server chose for the layers, or what it says."""
+    """Return the schemes and kernels that a server chose for the layers, or its error."""
     if "error" in found:
         return in_vllm.shortened(found["error"].partition(" for layer_name")[0], 120)
     schemes = [scheme for name, scheme in found["layers"].items() if ".layers." in name]
@@ -316,7 +316,7 @@ def main(
             rows = served(pythons, MODELS[model](), only, keep or Path(name), capabilities)
         yield page(
             f"Loaded by servers: {model}",
-            f"{_SERVERS.format(', '.join(capabilities))}\n\n{rows}\n\n{_versions(pythons)}",
+            f"{_SERVERS.format(', '.join(capabilities), ' '.join(capabilities))}\n\n{rows}\n\n{_versions(pythons)}",
         )
     if servers:
         return
@@ -348,10 +348,11 @@ def _versions(pythons: Mapping[str, Path]) -> str:
 
 
 _SERVERS = """Checkpoints of the schemes, and of caches, in the servers' own configuration and loading code, run as for
-NVIDIA GPUs of compute capability {}, without one: what the servers choose for the layers, with the capability from
-which on they choose it. No kernel ran. Every tensor of the checkpoint was read, and every parameter filled, unless
-`unread` or `unfilled` names one. *As expected* is yes if the target accepts the row where the server loads all of it,
-and only there. `python -m benchmarks.schemes --vllm PYTHON --sglang PYTHON --servers --write` measures this."""
+NVIDIA GPUs of compute capability {0}, without one: schemes and kernels that the servers choose, with the lowest
+capability at which they choose them. No kernel ran. Every tensor of the checkpoint was read, and every parameter
+filled, unless `unread` or `unfilled` names one. *As expected* is yes if the target accepts the row exactly where the
+server loads all of it. This was measured by `python -m benchmarks.schemes --vllm PYTHON --sglang PYTHON --servers
+--capabilities {1} --write`."""
 
 _DIVERGENCE = """SmolLM2-135M, whose weights are real: the mean KL divergence from the float model's predictions, in
 nats per token, of 1,022 predictions of held-out text. NVFP4 and FP8 calibrate on 4 windows of 512 tokens; the other

@@ -1,4 +1,4 @@
-"""What the code of servers needs to load checkpoints on a CPU as for a GPU, and what it loaded.
+"""Load checkpoints on a CPU with the code of servers, as for a GPU, and report the tensors that were read.
 
 The servers choose schemes and kernels by the GPU, so torch answers for one that is not there. Stubs take the place of
 modules whose native code needs CUDA; they only satisfy imports.
@@ -57,14 +57,14 @@ def pretend(capability: Sequence[int], stubs: Collection[str], files: Mapping[st
     """Make torch answer for an NVIDIA GPU, and put the stubs in place.
 
     Args:
-        capability: major and minor compute capability of the GPU.
-        stubs: names of modules that are found, and do nothing.
-        files: Python files of modules within `stubs` that are used as they are.
+        capability: Major and minor compute capability of the GPU.
+        stubs: Names of modules to replace by modules that do nothing.
+        files: Python files of modules within `stubs` to import unchanged.
     """
     import transformers  # type: ignore[import-untyped, unused-ignore]
     import triton  # type: ignore[import-untyped, import-not-found, unused-ignore] # noqa: F401
 
-    # It remembers that there is no torchvision.
+    # transformers stores the answer that torchvision is missing.
     transformers.utils.is_torchvision_available()
     major, minor = capability
     device = types.SimpleNamespace(
@@ -88,14 +88,14 @@ def loaded(model: Any, folder: Path, defaults: Sequence[str]) -> dict[str, Any]:
     """Load the weights of a checkpoint into a model of a server, and return the result.
 
     Args:
-        model: as the server built it.
-        folder: of the checkpoint.
-        defaults: last parts of the names of parameters that the server sets where the checkpoint has none.
+        model: Model that the server built.
+        folder: Folder of the checkpoint.
+        defaults: Last parts of the names of parameters that the server sets if the checkpoint lacks them.
 
     Returns:
-        `layers`: scheme by the name of each linear layer, of the head and of the attention. `unfilled`: names of
-        parameters with a row or column that no tensor of the checkpoint came to, but for `defaults`. `unread`: names of
-        tensors of the checkpoint that came to no parameter.
+        `layers`: schemes of the linear layers, the head, and the attention, by name. `unfilled`: names of parameters,
+        except `defaults`, with a row or column that no tensor of the checkpoint filled. `unread`: names of tensors of
+        the checkpoint that filled no parameter.
     """
     from safetensors.torch import load_file
 
@@ -114,13 +114,13 @@ def loaded(model: Any, folder: Path, defaults: Sequence[str]) -> dict[str, Any]:
 
 
 def _scheme(module: nn.Module) -> str:
-    """Return the name of what multiplies by a layer's weights, or holds its cache; empty for what is no such layer."""
+    """Return the name of the class that multiplies by a layer's weights or stores its cache, or an empty string."""
     method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
     return "" if method is None else type(method if scheme is None else scheme).__name__
 
 
 def _load(model: Any, weights: dict[str, Tensor], fill: int) -> dict[str, Tensor]:
-    """Load weights; tell which bytes of each parameter are as they were, as rows of its first dimension."""
+    """Load weights; tell which bytes of each parameter did not change, by rows of its first dimension."""
     for parameter in model.parameters():
         _bytes(parameter).fill_(fill)
     model.load_weights(weights.items())
@@ -135,7 +135,7 @@ def _bytes(parameter: Tensor) -> Tensor:
 
 
 def _has_gap(blank: Tensor) -> bool:
-    """Tell whether a whole row or column is blank: what a tensor fills is one or the other."""
+    """Tell whether a whole row or column is blank; a tensor fills whole rows or whole columns."""
     return bool(blank.all(1).any() or blank.all(0).any())
 
 
@@ -144,7 +144,7 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A validation error says what is wrong in its second line.
+    # The second line of a validation error has the reason.
     said = (
         lines[1].partition(" [type=")[0] if lines and "validation error" in lines[0] and lines[1:] else " ".join(lines)
     )

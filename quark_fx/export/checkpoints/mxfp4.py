@@ -8,7 +8,15 @@ from torch import Tensor
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.checkpoints.words import pack
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.values import STACKED, Checkpoint, Layer, Written, each_layer, require_weights_alone
+from quark_fx.export.checkpoints.values import (
+    STACKED,
+    Checkpoint,
+    Layer,
+    Written,
+    each_layer,
+    is_stacked,
+    require_weights_alone,
+)
 from quark_fx.export.packing import exponents
 from quark_fx.numbers.formats import FP4_E2M1
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -26,11 +34,10 @@ def mxfp4(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     Source:
         `Mxfp4HfQuantizer` of transformers; "Open Compute Project: Microscaling Formats (MX)" (2023).
     """
-    kind = checkpoint.shell.config.get_text_config().model_type
-    if kind not in STACKED:
+    if not is_stacked(checkpoint.shell):
         raise ExportError(
             f"format='mxfp4' is for models of type {', '.join(STACKED)}, whose readers load stacks of experts, not for "
-            f"{kind}; use format='compressed-tensors'"
+            f"{checkpoint.shell.config.model_type}; use format='compressed-tensors'"
         )
     require_weights_alone(checkpoint, "MXFP4")
     floats = [name for name, tensor in checkpoint.tensors.items() if tensor.dim() == 3]

@@ -156,7 +156,8 @@ STACKED = ("gpt_oss",)
 """Model types whose readers load stacks of experts, each as one pair of tensors (`mxfp4`)."""
 
 
-def _is_stacked(model: Any) -> bool:
+def is_stacked(model: Any) -> bool:
+    """Tell whether the type of a model is in `STACKED`."""
     return model.config.get_text_config().model_type in STACKED
 
 
@@ -186,7 +187,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None, *, stacks_whole:
             f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
-    head, whole = _head(source), stacks_whole and _is_stacked(source)
+    head, whole = _head(source), stacks_whole and is_stacked(source)
     layers = _layers(source, correspondence, head=head, unrotated=files.unrotated, stacks_whole=whole)
     require_plain(source)
     read = correspondence.rounding.inputs.items()
@@ -380,7 +381,7 @@ def _layers(
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             if len(shape) > 2:
                 what = "the kernel of a convolution" if is_kernel else "a stack"
-                also = ", or quantize nothing but experts, to MXFP4, and use format='mxfp4'" * _is_stacked(model)
+                also = ", or quantize nothing but experts, to MXFP4, and use format='mxfp4'" * is_stacked(model)
                 raise ExportError(
                     f"{what} {shape} that transformers does not split into matrices; leave it in float{also}"
                 )
@@ -529,6 +530,7 @@ def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]],
 
 
 __all__ = [
-    *("Checkpoint", "Layer", "each_layer", "fused_names", "require_no_hooks", "require_tokenizer"),
+    *("STACKED", "Checkpoint", "Layer", "each_layer", "fused_names", "is_stacked"),
+    *("require_no_hooks", "require_tokenizer"),
     *("require_weights_alone", "take_apart", "unholdable"),
 ]

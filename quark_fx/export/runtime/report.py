@@ -209,10 +209,6 @@ _WEIGHT_ONLY_KERNELS = frozenset({"MatMulNBits", "GatherBlockQuantized", "QMoE"}
 _AT_LEVEL_ZERO = " with session.qdq_matmulnbits_accuracy_level='0'; by default, it rounds activations to int8"
 """Addition for a `MatMulNBits` that ONNX Runtime fuses from pairs, at the level of the session."""
 
-_INT8_ACTIVATIONS = 4
-"""Attribute `accuracy_level` of a `MatMulNBits` that rounds its activations to int8. ONNX Runtime 1.32 has such kernels
-for all sizes but 2 bits in blocks of 16."""
-
 _HAVE_INTEGER_KERNELS = frozenset(
     {
         *("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Add", "Mul", "Concat", "LeakyRelu"),
@@ -277,17 +273,20 @@ def _is_code(value: ir.Value | None) -> bool:
 def _described(node: ir.Node, in_file: Collection[tuple[str | None, str]]) -> RuntimeNode:
     kernel = f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft.nchwc" else node.op_type
     if node.op_type in _WEIGHT_ONLY_KERNELS:
-        read = node.attributes.get_int
-        quantized = read("accuracy_level", 0) == _INT8_ACTIVATIONS and (read("bits", 4), read("block_size", 0)) != (
-            2,
-            16,
-        )
+        quantized = _rounds_activations(node)
     else:
         in_integers = node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS
         quantized = in_integers or any(map(_is_code, node.inputs))
     is_in_file = (node.name, node.op_type) in in_file
     reason = "" if quantized else _reason(node, is_in_file)
     return RuntimeNode(node.name or "", kernel, quantized, reason, _saturates(node, is_in_file))
+
+
+def _rounds_activations(node: ir.Node) -> bool:
+    """Tell whether a weight-only kernel rounds its activations to int8, as `MatMulNBits` does at level 4."""
+    read = node.attributes.get_int
+    has_kernel = (read("bits", 4), read("block_size", 0)) != (2, 16)  # ONNX Runtime 1.32 has the others
+    return has_kernel and read("accuracy_level", 0) == 4
 
 
 _FACTORS = {
