@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -105,25 +106,32 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the value of each process, in order."""
-        if self.alone:
-            return [value]
-        packed = io.BytesIO()
-        torch.save(value, packed)
-        content = packed.getvalue()
-        message = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
-        lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        lengths[self.index] = len(message)
-        self.add(lengths)
-        device, values = _accelerator(content), list[T]()
-        for source, length in enumerate(lengths.tolist()):
-            received = message if source == self.index else torch.empty(length, dtype=torch.uint8, device=self.device)
-            self.broadcast(received, source)
-            values.append(value if source == self.index else _unpacked(received.cpu().numpy().tobytes(), device))
-        return values
+        return list(self._each(value))
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return the values of all processes, merged in order."""
-        return reduce(merge, self.gather(value))
+        return reduce(merge, self._each(value))
+
+    def _each(self, value: T) -> Iterator[T]:
+        """Yield the value of each process, in order; every process has to take all of them."""
+        if self.alone:
+            yield value
+            return
+        sent = _Sent()
+        sent.dump(value)
+        message = torch.frombuffer(bytearray(sent.file.getvalue()), dtype=torch.uint8).to(self.device)
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        lengths[self.index] = len(message)
+        self.add(lengths)
+        for source, length in enumerate(lengths.tolist()):
+            received = message if source == self.index else torch.empty(length, dtype=torch.uint8, device=self.device)
+            self.broadcast(received, source)
+            if source == self.index:
+                for tensor in sent.tensors:
+                    self.broadcast(tensor.to(self.device).contiguous(), source)
+                yield value
+            else:
+                yield _Received(received.cpu().numpy().tobytes(), self, source, sent.accelerator).load()
 
     def require_same(self, values: Mapping[str, str]) -> None:
         """Raise `ConfigError` if the processes have different values; the message names the values."""
@@ -218,25 +226,37 @@ class Ranks:
             ) from error
 
 
-def _accelerator(packed: bytes) -> str:
-    """Return the accelerator that pickled tensors were on, `"cpu"` for none."""
-    places: list[str] = []
+class _Sent(pickle.Pickler):
+    """A pickled value, and its tensors, which are sent apart: a pickle would hold copies of their whole storages."""
 
-    def note(storage: Any, place: str) -> Any:
-        places.append(place)
-        return storage
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file)
+        self.tensors: list[Tensor] = []
+        self.accelerator = torch.device("cpu")
+        """Device of the first tensor that is not on the CPU."""
 
-    torch.load(io.BytesIO(packed), map_location=note, weights_only=False)
-    return next((place for place in places if place != "cpu"), "cpu")
+    def persistent_id(self, value: Any) -> tuple[torch.dtype, tuple[int, ...], bool] | None:
+        if not isinstance(value, Tensor):
+            return None
+        if self.accelerator.type == "cpu":
+            self.accelerator = value.device
+        self.tensors.append(value.detach())
+        return value.dtype, tuple(value.shape), value.device.type != "cpu"
 
 
-def _unpacked(packed: bytes, device: str) -> Any:
-    """Unpickle another process's value, with `device` in place of its accelerator."""
+class _Received(pickle.Unpickler):
+    """Another process's value, whose tensors arrive while it is unpickled."""
 
-    def move(storage: Any, place: str) -> Any:
-        return storage if "cpu" in (place, device) else torch.serialization.default_restore_location(storage, device)
+    def __init__(self, pickled: bytes, ranks: Ranks, source: int, accelerator: torch.device) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.ranks, self.source, self.accelerator = ranks, source, accelerator
 
-    return torch.load(io.BytesIO(packed), map_location=move, weights_only=False)
+    def persistent_load(self, sent: tuple[torch.dtype, tuple[int, ...], bool]) -> Tensor:
+        dtype, shape, accelerated = sent
+        tensor = torch.empty(shape, dtype=dtype, device=self.ranks.device)
+        self.ranks.broadcast(tensor, self.source)
+        return tensor.to(self.accelerator if accelerated else "cpu")
 
 
 _APART: ContextVar[bool] = ContextVar("apart", default=False)

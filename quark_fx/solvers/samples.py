@@ -122,8 +122,7 @@ class Samples:
 
         watch_inputs(gm, sites, context, observe)
         for value, samples in measured.items():
-            # Sending a view sends its whole storage, which here is a slab.
-            ours = samples if context.ranks.alone else samples.to("cpu", copy=True)
+            ours = samples if context.ranks.alone else samples.to("cpu")
             measured[value] = context.ranks.fold(ours, lambda a, b: a.merge(b)).to(device_of(gm))
         return measured
 
@@ -201,11 +200,11 @@ class Samples:
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
         return replace(self, ranges=ranges, samples=samples)
 
-    def to(self, device: torch.device | str, *, copy: bool = False) -> Samples:
-        """Return the ranges and samples on a device, with `copy` in new memory; wait once for each dtype."""
+    def to(self, device: torch.device | str) -> Samples:
+        """Return the ranges and samples on a device; wait once for each dtype."""
         ends = [end for extremes in self.ranges.values() for end in extremes.ends]
         tensors = [*ends, *(x for pairs in self.samples for _, x in pairs)]
-        moved = iter(accelerator.moved(tensors, torch.device(device), copy=copy))
+        moved = iter(accelerator.moved(tensors, torch.device(device), copy=False))
         ranges = {fold: MinMax(low=next(moved), high=next(moved)) for fold in self.ranges}
         samples = tuple([(fold, next(moved)) for fold, _ in pairs] for pairs in self.samples)
         return replace(self, ranges=ranges, samples=samples)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -555,6 +556,36 @@ def count_sent(folder: Path) -> None:
 
 def test_results_are_sent_once_by_their_owner(tmp_path: Path) -> None:
     run(2, tmp_path, count_sent)
+
+
+def exchange(folder: Path) -> None:
+    """Exchange values that hold tensors of all kinds, and one large tensor; note the memory that it takes."""
+    ranks, size, before = Ranks.current(), 2**26, list[int]()
+
+    def grown() -> int:
+        before.append(1024 * getrusage(RUSAGE_SELF).ru_maxrss if sys.platform == "linux" else 0)
+        return before[-1] - before[0]
+
+    storage = torch.full((size,), ranks.index, dtype=torch.int8)
+    column = torch.arange(12.0).reshape(3, 4)[:, 1] + ranks.index
+    kinds = [torch.tensor(ranks.index), torch.empty(0, 3), torch.tensor([True, False]), column.to(torch.bfloat16)]
+    grown()
+    ours: dict[str, Any] = {"view": storage[3:5], "kinds": kinds, "text": str(ranks.index)}
+    values = ranks.gather(ours)
+    assert grown() < size / 4  # of the view, not of its storage
+    whole = ranks.gather(storage)
+    assert grown() <= 1.5 * size
+    assert [x[-1].item() for x in whole] == [0, 1]
+    for rank, value in enumerate(values):
+        assert value["text"] == str(rank)
+        assert torch.equal(value["view"], torch.full((2,), rank, dtype=torch.int8))
+        expected = [torch.tensor(rank), kinds[1], kinds[2], torch.tensor([1.0, 5.0, 9.0], dtype=torch.bfloat16) + rank]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(value["kinds"], expected, strict=True))
+    assert ranks.fold(torch.tensor([ranks.index]), lambda a, b: torch.cat([a, b])).tolist() == [0, 1]
+
+
+def test_an_exchange_takes_little_more_memory_than_what_is_received(tmp_path: Path) -> None:
+    run(2, tmp_path, exchange)
 
 
 def test_work_is_divided_by_size() -> None:

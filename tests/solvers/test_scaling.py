@@ -163,12 +163,6 @@ def test_parts_of_the_data_merge_to_what_all_of_it_leaves() -> None:
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_what_is_sent_to_other_ranks_is_no_larger_than_its_values() -> None:
-    assert all(end.untyped_storage().nbytes() > 1 << 20 for end in sampled(0).range(None))
-    ours = sampled(0).to("cpu", copy=True)
-    assert all(end.untyped_storage().nbytes() == 8 for end in ours.range(None))
-
-
 def test_a_fold_is_left_out_by_its_number_though_others_are_empty() -> None:
     """Two batches of one sample are the folds 0 and 2 of four."""
     both = sampled(0, 2)
