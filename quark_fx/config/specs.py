@@ -172,8 +172,8 @@ class TensorSpec:
             ),
             (
                 not self.format.signed and self.format.bits > 16,
-                f"unsigned codes have at most 16 bits, because zero points are int32; use uint16 or "
-                f"int{self.format.bits}",
+                "unsigned codes have at most 16 bits, because zero points are int32; use uint16, or "
+                f"int{self.format.bits} with target='torch'",
             ),
             (
                 self.reduce_range and (self.dynamic or not self.format.is_integer or self.format.bits not in (8, 16)),

@@ -319,7 +319,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "set granularity='group' and group_size",
     ),
     "dynamic cast": (spec(format=FP16, dynamic=True), "drop dynamic=True"),
-    "uint32": (spec(format=UINT32), "use uint16 or int32"),
+    "uint32": (spec(format=UINT32), "use uint16, or int32"),
     "dynamic weight": (config(weight=DYNAMIC), "drop dynamic=True from `weight`"),
     "activation per channel": (config(weight=PER_CHANNEL, input=PER_CHANNEL), "per tensor, token or group"),
     "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
