@@ -652,7 +652,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a latency of many times that of float": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 12),
-        r"latency=12 is 12 times float's; for milliseconds write \"12ms\"",
+        r"latency=12 is 12 times the float model's latency; for milliseconds, write \"12ms\"",
     ),
     "a latency without data": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 0.6),

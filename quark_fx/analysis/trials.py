@@ -280,7 +280,7 @@ def _is_comparable(target: Tensor) -> bool:
 
 
 class _Prefix(Interpreter):
-    """Interpreter that stops once it has computed the nodes called `names`."""
+    """Interpreter that stops once it has computed all nodes whose names are in `names`."""
 
     def __init__(self, gm: GraphModule, names: set[str]) -> None:
         super().__init__(gm)
@@ -293,7 +293,7 @@ class _Prefix(Interpreter):
         return value
 
     def values(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the values of the nodes called `names`, by node name."""
+        """Return the values of the nodes whose names are in `names`, keyed by name."""
         self.run(*inputs)
         return self.computed
 

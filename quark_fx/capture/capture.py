@@ -248,10 +248,10 @@ def _warn_of_requests(
 
 
 def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[str, Tensor, int, Any]]:
-    """Yield the name, tensor, dimension, and requested variation of every dimension that `dynamic_shapes` mentions.
+    """Yield name, tensor, dimension, and entry (such as a `Dim`) for each dimension that `dynamic_shapes` mentions.
 
     Args:
-        shapes: Dynamic shapes of `tree`, or of its parts, as a mapping or in order.
+        shapes: Dynamic shapes of `tree`, or of its parts: a mapping, or a sequence in the order of the parts.
         tree: A tensor, or a structure of parts.
         name: Name of `tree`.
     """
@@ -268,7 +268,7 @@ def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    """Trace a model; branches on the largest position become branches on a length."""
+    """Trace a model; if it branches on the value of a tensor, trace it again with `KnownLengths`."""
     try:
         return _with_tables(model, args, kwargs, dynamic_shapes)
     except CaptureError as error:

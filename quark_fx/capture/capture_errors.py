@@ -226,7 +226,8 @@ def require_runs(
 ) -> list[Any] | None:
     """Return the outputs of a model for copies of a batch, or `None` if memory is short.
 
-    Random number generators keep their state. Writes of the run to the model stay until `state` is restored.
+    The states of torch's random number generators are restored. Writes of the run to the model stay until the caller
+    restores `state`.
 
     Raises:
         CaptureError: If the model itself does not run on the batch.

@@ -41,7 +41,7 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 class KnownLengths(TorchFunctionMode):
-    """A mode that tracks the largest value of each tensor of positions, and decides comparisons of single values."""
+    """A mode that compares sizes in place of the largest values of tensors computed from an `arange`."""
 
     def __init__(self) -> None:
         super().__init__()

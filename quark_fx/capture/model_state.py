@@ -296,7 +296,10 @@ def _position(source: Any) -> Any:
 
 
 def _identity(part: Any) -> Any:
-    """Return a number or string, the length of a list, which dict iterators create anew, or the identity of a value."""
+    """Return a number or string itself, the length of a list, or the `id` of any other value, to detect changes.
+
+    The `id` of a list would not do: `__reduce__` of a dict iterator creates a new list at each call.
+    """
     return part if isinstance(part, int | float | str) else len(part) if isinstance(part, list) else id(part)
 
 

@@ -447,7 +447,10 @@ class _Source:
         yield "weight", self._tensor((outputs, inputs), parts, form, bits, (1, wide))
 
     def stacks(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
-        """Yield the names and the stacks of MXFP4 experts: codes (experts, outputs, inputs), values transposed."""
+        """Yield the name and tensor of each stack of MXFP4 experts.
+
+        Codes are stored as (experts, outputs, inputs); the values have the shape (experts, inputs, outputs).
+        """
         for leaf in leaves:
             stem = leaf.removesuffix(_BLOCKS)
             if stem != leaf:

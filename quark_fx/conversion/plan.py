@@ -215,7 +215,7 @@ def plan(
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
     names = {name.removesuffix(_WEIGHT): kinds.get(name.removesuffix(_WEIGHT), ("experts",)) for name in source.tensors}
     if unused := [p for p in ignore if not any(_ignores(p, name, kind) for name, kind in names.items())]:
-        warn(f"no layer matches {', '.join(map(repr, unused))} in ignore")
+        warn(f"no layer matches {', '.join(map(repr, unused))} in ignore; check the spelling")
     reasons, errors = _reasons(kinds, role_of, specs, config, ignore), dict[str, str]()
     floats = {name: [other for other in group if other in reasons] for name, group in groups.items()}
     for name, group in groups.items():  # the kernel of a fused layer has one scheme

@@ -1,4 +1,4 @@
-"""Context of a run, which passes get along with the graph: calibration data, cache, plan, and notes for the report."""
+"""Context of a run, which each pass gets besides the graph: calibration data, cache, plan, notes for the report."""
 
 from __future__ import annotations
 

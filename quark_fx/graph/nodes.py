@@ -78,7 +78,7 @@ def is_parameter(node: Any) -> TypeGuard[Node]:
 
 
 def set_parameter(gm: GraphModule, name: str, value: Tensor) -> None:
-    """Store `value` under the dotted `name`, replacing the tensor that `gm` (not the user's model) has there.
+    """Store `value` in `gm` under the dotted `name`, replacing any tensor there; the user's model does not change.
 
     A graph with a `Shelf` (`gm.meta["shelf"]`) keeps the tensor in a file.
     """

@@ -105,8 +105,8 @@ def _parse_latency(latency: float | str | None) -> tuple[float, bool]:
         raise ConfigError(f"latency must be positive and finite, not {latency!r}")
     if match is None and number > 1:
         raise ConfigError(
-            f'latency={number:g} is {number:g} times float\'s; for milliseconds write "{number:g}ms", for a share a '
-            "number of at most 1, such as 0.6"
+            f"latency={number:g} is {number:g} times the float model's latency; for milliseconds, write "
+            f'"{number:g}ms"; a fraction must be at most 1, such as 0.6'
         )
     return number, match is None
 

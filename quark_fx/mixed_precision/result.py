@@ -260,7 +260,7 @@ class Search:
         write_page(path, "Best bits", self.facts(), [*self.figures().values()], self.tables(), self.texts())
 
     def table(self, rows: int | None = 12) -> str:
-        """Return the table of groups of operators as text; groups whose largest error is largest come first.
+        """Return the table of groups of operators as text, sorted by their largest error, descending.
 
         Args:
             rows: Number of groups; `None` for all.

@@ -385,7 +385,10 @@ def _require_finite(tried: _Tried) -> None:
 
 
 def _ranked(tried: _Tried, quantity: Callable[[Verified], float]) -> _Tried:
-    """Sort configurations that meet the budget first, then by `quantity`; a mixture must be better by 2% to win."""
+    """Return the configurations that meet the budget, then the others, both sorted by `quantity`.
+
+    A mixture precedes another configuration only if it is 2% better.
+    """
 
     def key(pair: tuple[Verified, list[int]]) -> tuple[bool, float]:
         one, _ = pair

@@ -106,7 +106,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         require_shallow(document)
     except ValueError as error:
         raise QuarkError(
-            f"the model cannot be stored: {error}, and no reader accepts that; use inputs and outputs with fewer "
+            f"the model cannot be saved: {error}, which quark_fx.load would reject; use inputs and outputs with fewer "
             "levels of nesting"
         ) from error
     stored = {ids[name]: tensor for name, tensor in tensors.items()}
@@ -189,7 +189,7 @@ def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
                 raise ValueError(f"{file.name}: {error}") from error
             # Kernels assume that booleans are 0 or 1; a mask with other bytes would make them read out of bounds.
             if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-                raise ValueError(f"{file.name} holds truth values other than 0 and 1")
+                raise ValueError(f"{file.name} contains booleans whose bytes are not 0 or 1")
             tensors[name] = tensor.to(device)
     return tensors
 
@@ -291,7 +291,9 @@ def _graph_from_data(
 ) -> GraphModule:
     names = mapping(document["tensors"])
     if set(names) != set(tensors) or any(not re.fullmatch(r"t\d{1,9}", name, re.ASCII) for name in names):
-        raise QuarkError("the stored graph and its tensor file have different names; save the model again")
+        raise QuarkError(
+            "the stored graph and its tensor file must list the same tensors, named t0, t1, ...; save the model again"
+        )
     if not all(isinstance(name, str) and len(name) <= LONGEST for name in names.values()):
         raise QuarkError("the stored graph has a tensor whose name is not one line of text")
     root = torch.nn.Module()

@@ -321,7 +321,8 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
     runs = 2 if two else 1
     if not len(x) == len(first) == len(last) == 3 or not first[0] == last[0] == layers * runs:
         raise QuarkError(
-            f"the stored graph calls {target} with an input and states of shapes {brief([x, first, last])}"
+            f"the stored graph calls {target} with an input and states of shapes {brief([x, first, last])}; all need "
+            f"3 dimensions, and the first size of the states must be {layers * runs}"
         )
     out, hidden = first[2], last[2]
     expected: list[tuple[Any, ...]] = []

@@ -52,7 +52,10 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
     if kind is defaultdict:
         factory, keys = context
         if factory is not None and not any(builder is factory for builder in _FACTORIES.values()):
-            raise QuarkError(f"{brief(factory)}, the factory of a defaultdict, is not one of {', '.join(_FACTORIES)}")
+            raise QuarkError(
+                f"a defaultdict in the model's inputs or outputs has the factory {brief(factory)}, which cannot be "
+                f"stored; use {', '.join(_FACTORIES)}, or a dict"
+            )
         factory_name = (
             None if factory is None else next(name for name, builder in _FACTORIES.items() if builder is factory)
         )

@@ -26,7 +26,9 @@ class Placeholder(Observer):
         return self
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
-        raise ValueError(f"a placeholder observes no range, and {scheme.format} needs one: choose another observer")
+        raise ValueError(
+            f"Placeholder measures no range, but {scheme.format} needs one; choose an observer such as MinMax"
+        )
 
 
 @observer

@@ -205,7 +205,7 @@ def _count(values: Tensor, edges: Tensor, size: Tensor, skip_zeros: bool) -> Ten
 
 @dataclass(frozen=True)
 class PeerGrid:
-    """A grid whose bins the first batch fixes.
+    """A grid whose bins depend on the first batch.
 
     Attributes:
         span: Key of `SPANS`.

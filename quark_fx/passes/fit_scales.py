@@ -57,7 +57,8 @@ class FitScales(Solver):
             object.__setattr__(self, "importance", str(self.importance))  # plain data, for configurations in YAML
             if self.guided:
                 raise ConfigError(
-                    "FitScales takes guided=True or importance, not both; an importance matrix has no rows"
+                    "FitScales takes guided=True or importance, not both: guided=True weights rows of the calibration "
+                    "data, and an importance matrix contains only means over them"
                 )
 
     @property

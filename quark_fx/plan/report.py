@@ -217,8 +217,8 @@ class Report:
         for name, where in self.draws.items():
             outputs.setdefault(where, []).append(name)
         return [
-            f"{where} draws random numbers, so {', '.join(names)} differs in every call; to compare results, make the "
-            "random numbers an input of the model"
+            f"{where} draws random numbers, so every call returns other values of {', '.join(names)}; to compare "
+            "results, make the random numbers an input of the model"
             for where, names in outputs.items()
         ]
 

@@ -155,7 +155,10 @@ def _visit(walk: RotationWalk, node: Node) -> None:
 
 
 def _multiply(walk: RotationWalk, node: Node) -> None:
-    """Pass rotations if a factor is equal for all coordinates; treat a factor per channel as a norm's; else stop."""
+    """Pass rotations through a product if the factor is equal for all coordinates along at least one dimension.
+
+    A parameter with one value per channel is treated as the weight of a norm. Other factors stop rotations.
+    """
     values = [v for v in node.args[:2] if isinstance(v, Node) and isinstance(value_of(walk.gm, v), Tensor)]
     if len(values) == 2 and values[0] is values[1]:
         return _square(walk, node)
@@ -279,7 +282,7 @@ def _roll(walk: RotationWalk, node: Node) -> None:
 
 
 def _divide(walk: RotationWalk, node: Node) -> None:
-    """Pass rotations if the divisor is equal for all coordinates; otherwise stop."""
+    """Pass rotations through a division if the divisor is equal for all coordinates; otherwise stop."""
     value, divisor = node.args[:2]
     rank = len(walk.shape(node))
     if not isinstance(value, Node) or node.kwargs or not is_floating(walk.gm, value):

@@ -261,7 +261,7 @@ def apply_scale(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
         ValueError: If a scale is not positive and finite, or the number of scales is not `site.channels`.
     """
     if scale.shape != (site.channels,):
-        raise ValueError(f"the site needs {site.channels} scales, not {tuple(scale.shape)}")
+        raise ValueError(f"the site needs scales of shape ({site.channels},), not {tuple(scale.shape)}")
     if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ValueError("scales must be positive and finite")
     for absorber in site.producers:

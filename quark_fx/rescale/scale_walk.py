@@ -154,7 +154,7 @@ class Walk:
         return labels.expand(sizes).reshape([sizes[d] for d in axes])
 
     def broadcast(self, values: Sequence[Node], output: Node) -> None:
-        """Tie the elements of `values` and of `output` that meet when `values` are broadcast."""
+        """Tie each element of `output` to the elements of `values` that are broadcast to it."""
         rank = len(self.shape(output))
         for value in values:
             if value in self.labels:

@@ -176,7 +176,7 @@ class Samples:
             end.copy_(now)
 
     def _cut(self, x: Tensor, part: int, number: int, count: int, pieces: int) -> Tensor:
-        """Return some samples of a piece of a batch, or a window of one sample; its place varies with `number`."""
+        """Return the first samples of a piece of a batch, or a window of one sample, at a place set by `number`."""
         if not self.divisible:
             return x
         each = max(1, x[:1].numel() // x.shape[self.axis])

@@ -116,7 +116,7 @@ class Solver(Selective, ABC):
         return 6 * FLOAT32 * matrices.values
 
     def working_operations(self, matrices: Matrices) -> float:
-        """Return the number of multiplications in `solve`; default: a product of the weight and the Hessian."""
+        """Return the number of multiplications in `solve`; default: those of the weight times the Hessian."""
         return matrices.inputs * matrices.values
 
     @property

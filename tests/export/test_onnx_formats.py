@@ -769,7 +769,11 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
             {"format": "matmul_nbits"},
             r"stem.0.weight \(Conv\): it is in blocks of fp4_e2m1\n(.*\n)*Use",
         ),
-        (PRESETS["fp16"], {"format": "matmul_nbits"}, r"none: no weight is in integers \(see qmodel.report\(\)\)\nUse"),
+        (
+            PRESETS["fp16"],
+            {"format": "matmul_nbits"},
+            r"none: no weight is quantized to integers \(see qmodel.report\(\)\)\nUse",
+        ),
         *(
             (
                 PRESETS[name],

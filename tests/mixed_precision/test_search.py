@@ -458,7 +458,9 @@ def test_what_is_no_latency_is_refused(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [12, 12.0])
 def test_a_latency_without_a_unit_is_not_many_times_that_of_float(given: float) -> None:
-    with pytest.raises(ConfigError, match=r"latency=12 is 12 times float's; for milliseconds write \"12ms\""):
+    with pytest.raises(
+        ConfigError, match=r"latency=12 is 12 times the float model's latency; for milliseconds, write \"12ms\""
+    ):
         Budget(latency=given)
     assert Budget(latency=1).milliseconds(10.0) == 10.0
 

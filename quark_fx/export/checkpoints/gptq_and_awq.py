@@ -70,7 +70,8 @@ def gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
         outputs, inputs = codes.shape
         if inputs * bits % 32 or outputs * bits % 32:
             raise ExportError(
-                f"{outputs} outputs or {inputs} inputs of {bits} bits do not fill 32-bit words; exclude this layer"
+                f"{outputs} outputs and {inputs} inputs; codes of {bits} bits fill 32-bit words only if both are "
+                f"multiples of {32 // bits}; exclude this layer"
             )
         if version == 1 and bool((zeros == 0).any()):
             raise ExportError("a zero point is the smallest code, which version 1 cannot store; use format='gptq_v2'")

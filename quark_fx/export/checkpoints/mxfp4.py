@@ -46,7 +46,8 @@ def mxfp4(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         tensors, path = _stack(layer), layer.stack.rpartition(".")[0]
         if beside := [name for name in floats if name.rpartition(".")[0] == path]:
             raise ExportError(
-                f"{beside[0]} stays in float, but readers expect MXFP4 in all stacks of a module, or in none"
+                f"{beside[0]} stays in float, but readers expect MXFP4 in all stacks of a module, or in none; "
+                "quantize both or exclude both"
             )
         return tensors
 

@@ -60,7 +60,7 @@ def name_cache(graph: ir.Graph) -> int:
         what = ", ".join([*map(str, unknown), *dict.fromkeys(odd)]) or "no cache"
         raise ExportError(
             f"GenAI needs tokens and, in each layer, keys and values of one size; this model has {what}; "
-            "use GenerationQuantizer and generator instead"
+            "use export.GenerationQuantizer and export.generator"
         )
     for (side, layer), pair in pairs.items():
         for kind, value in pair.items():

@@ -47,7 +47,10 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
         elif node.op_type == "Concat" and len(node.inputs) == 2 and node.inputs[0] is past and _appends(node):
             _append_codes(node, past, output, scale)
         else:
-            raise ExportError(f"{name} comes from {node.op_type}, but an int8 cache has to grow; export without cache=")
+            raise ExportError(
+                f"the graph computes {name} with {node.op_type}, which does not append tokens to the cache, so {name} "
+                "cannot be int8; export without cache="
+            )
     return len(returned)
 
 

@@ -97,7 +97,7 @@ def require_generator(model: nn.Module) -> None:
         raise ExportError(f"{name} is not a decoder-only language model; use export.onnx")
     if is_multimodal(model):
         raise ExportError(
-            f"{name} has inputs other than tokens; use GenerationQuantizer, which writes a graph for each part"
+            f"{name} has inputs other than tokens; use export.GenerationQuantizer, which writes a graph for each part"
         )
     require_context_length(model)
     if token_of(model, "eos_token_id") is None:
@@ -106,7 +106,8 @@ def require_generator(model: nn.Module) -> None:
         layers = DynamicCache(config=model.config).layers
     except (KeyError, AttributeError, ValueError) as error:
         raise ExportError(
-            f"transformers cannot tell which cache {name} uses ({error!r}); use GenerationQuantizer and generator"
+            f"transformers cannot tell which cache {name} uses ({error!r}); use export.GenerationQuantizer and "
+            "export.generator"
         ) from error
     # The exporters trace sliding-window layers as layers that keep all tokens; the mask has the window.
     supported = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -115,7 +116,7 @@ def require_generator(model: nn.Module) -> None:
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
         raise ExportError(
             f"GenAI needs a cache of keys and values in every layer; of the {len(layers)} cache layers of {name}, "
-            f"these differ: {counts}; use GenerationQuantizer and generator"
+            f"these differ: {counts}; use export.GenerationQuantizer and export.generator"
         )
 
 

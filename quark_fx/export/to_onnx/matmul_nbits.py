@@ -73,7 +73,7 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
         why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in left_alone)
         raise ExportError(
             "format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; this model has none:"
-            f"{why or ' no weight is in integers (see qmodel.report())'}\n"
+            f"{why or ' no weight is quantized to integers (see qmodel.report())'}\n"
             "Use format='qdq', or a weight-only configuration such as 'int4_weight_only'."
         )
     if accuracy_level and not any(node.op_type == "MatMulNBits" for node in model.graph):
@@ -142,7 +142,7 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
     if codes is None or codes.ndim != 2:
         raise Declined("it is not a constant matrix")
     if (stored := weight.read()) is None:
-        raise Declined("its scales or zero points are computed")
+        raise Declined("its scales or zero points are computed in the graph")
     fmt = weight.format
     if not fmt.is_integer or fmt.bits not in _BITS:
         raise Declined(f"its codes are {str(weight.codes.dtype).lower()}")

@@ -32,7 +32,7 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
     if not weight.is_symmetric:
         raise Declined("its weight has zero points")
     if weight.axis not in (None, 0) or weight.block_size:
-        raise Declined("its weight has a scale for each group; integer kernels have one for each output")
+        raise Declined("its weight has a scale for each group; integer kernels support one for each output")
     outputs = weight.codes.shape[0]
     return weight.codes.to(torch.int8), weight.scale.float().reshape(-1).expand(outputs).contiguous()
 

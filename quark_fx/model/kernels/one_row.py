@@ -27,7 +27,7 @@ class Computation:
     loops, once per process for each shape of constants. Inside `torch.compile`, the function itself is traced.
 
     Args:
-        graph_module: Graph of `(rows, *constants)` without tensors.
+        graph_module: Graph with inputs `(rows, *constants)` that stores no tensors.
     """
 
     _known: ClassVar[MutableMapping[Any, Computation]] = WeakValueDictionary()
@@ -38,7 +38,7 @@ class Computation:
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: int) -> tuple[Computation, list[Tensor]]:
-        """Return the function of a graph of rows, and its constants.
+        """Return the function that a graph computes, and the constants that the graph stores.
 
         Args:
             graph_module: Graph with one input, `(rows, inputs)`, and one result.

@@ -24,7 +24,10 @@ _AXES = {QUANTIZE: 4, DEQUANTIZE: 4, "quark_fx.dynamic_qparams.default": 3}
 
 
 class RowGraphs:
-    """A builder of graphs of rows, which share the symbol for the number of rows, so that traces can be reused."""
+    """A builder of graphs whose input is a matrix of rows.
+
+    The graphs share the symbol for the number of rows, so that traces can be reused.
+    """
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -35,7 +38,9 @@ class RowGraphs:
         self._traced: Traced = {}
 
     def of(self, product: Product) -> tuple[GraphModule | None, KernelRow]:
-        """Return a graph of `(rows, inputs)` with a kernel for a product, or `None`, and its row of the report.
+        """Return a graph with a kernel for a product, or `None`, and the product's row of the report.
+
+        The graph's input has the shape `(rows, inputs)`.
 
         Args:
             product: Product of a quantized graph, with rows of inputs as activation and rows of outputs as result.
@@ -59,10 +64,10 @@ class RowGraphs:
         return gm, KernelRow(name, kind, row.kernel)
 
     def _alone(self, product: Product) -> GraphModule:
-        """Return a graph of rows that computes a product and rounds its activation.
+        """Return a graph that rounds a matrix of rows like the activation of a product, and computes the product.
 
         Raises:
-            Declined: If the activation lacks a batch, or its codes are the result of another operator.
+            Declined: If the activation lacks a batch dimension, or is already quantized by another operator.
         """
         rounded, source = product.rounded, product.activation
         if rounded is not None:

@@ -196,7 +196,7 @@ class _Program:
         ]
 
     def changes(self) -> np.ndarray:
-        """Solve the program and return the change of each group's position, in bits."""
+        """Solve the integer program and return the change of each group's position, in bits."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array, hstack
 
