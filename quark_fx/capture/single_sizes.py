@@ -23,7 +23,7 @@ _FORBIDS_ONE = re.compile(r"(\w+)\.shape\[(\d+)\] != 1")
 
 
 def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Drop the conditions that forbid a size of 1 if graph and model agree for that size.
+    """Drop the conditions that forbid a size of 1 if the graph returns the same as the model for that size.
 
     Args:
         captured: Captured model.
@@ -42,9 +42,10 @@ def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any],
 
 
 def misread_text(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return file and line where the model's code writes a size as text, if the graph then disagrees with the model.
+    """Return the file and line where a model's code converts a size to text; empty if this does not change results.
 
-    During capture the text is torch's symbol, such as `s27`, which is not a key of a table of layers by size.
+    During capture the text is torch's symbol, such as `s27`, so code that looks up a layer by `str(size)` misses it.
+    The graph is compared with the model on the example.
 
     Args:
         captured: Captured model.

@@ -75,7 +75,7 @@ def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
 
 
 def _told_from_one(expression: Any, result: Any, example: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield conditions that exclude sizes of 0 and 1 for which a comparison has another result, or none."""
+    """Yield conditions that exclude sizes of 0 and 1 at which a comparison has another result or no known result."""
     symbols = sorted(expression.free_symbols, key=str)
     if len(symbols) == 1:
         for number in (1, 0):
@@ -91,9 +91,10 @@ def _told_from_one(expression: Any, result: Any, example: Mapping[Any, Any]) -> 
 
 @contextmanager
 def followed_sizes() -> Iterator[None]:
-    """Make torch simplify sizes of whole chunks, and note the sizes that a model compares with 1 or writes as text.
+    """Make torch simplify sizes that are rounded up to whole chunks, and record how a model uses sizes.
 
-    Private functions of torch are replaced, unless this version of torch lacks one of them.
+    The `ShapeEnv` records comparisons whose result would differ for a size of 0 or 1, and the first line that converts
+    a size to text. Private functions of torch are replaced; if this version of torch lacks one, nothing changes.
     """
     try:
         functions = importlib.import_module("torch.utils._sympy.functions")

@@ -521,7 +521,7 @@ _ROWS = 64
 
 
 def _matrix(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Callable[[slice], Tensor]:
-    """Return a function from a range of rows of a matrix to their values, float32."""
+    """Return a function that decodes a slice of the rows of a matrix to float32."""
     (rows, columns), (high, wide) = tensor.shape, tensor.block
     zero: Tensor | None
     if "qweight" in parts:
@@ -570,7 +570,7 @@ def _codes(tensor: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, colu
 
 
 def _stack(parts: Mapping[str, Tensor]) -> Callable[[slice], Tensor]:
-    """Return a function from a range of experts of an MXFP4 stack to their values, float32."""
+    """Return a function that decodes a slice of the experts of an MXFP4 stack to float32."""
     blocks, scales = parts[_BLOCKS], parts[_EXPONENTS]
     return lambda some: _nibbles(blocks[some]).mul_(_powers(scales[some]).unsqueeze(-1)).flatten(-2).mT
 

@@ -363,7 +363,7 @@ def scale_of_scores(architecture: str, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def file_fields(known: Known, values: Mapping[str, Any], package: Any) -> dict[str, str]:
-    """Return the names of the configuration fields that a file sets; keys are keys of the file.
+    """Return the name of the configuration field that each key of a GGUF file sets.
 
     Args:
         known: Keys of the architecture.

@@ -88,7 +88,7 @@ class CalibrationData:
     _judging: int = 0
 
     def for_another_run(self) -> CalibrationData:
-        """Return calibration data with the same batches, not divided yet, and a separate cache for activations."""
+        """Return calibration data with the same batches, before `divide`, and a separate cache for activations."""
         cache = ActivationCache(self.cache.budget, self.cache.device, base=self.cache)
         return CalibrationData(cache, self.names, self.ranks, [*self.batches], [*self.shapes])
 

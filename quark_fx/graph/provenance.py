@@ -160,7 +160,7 @@ def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: No
 
 
 def _view(stored: Tensor, calls: Sequence[Node]) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Return `Folded.view` for calls on one tensor; `None` if they copy, repeat, or compute elements."""
+    """Return `Folded.view` of the result of `calls` on `stored`; `None` if they copy, repeat, or compute elements."""
     if not all(map(moves, calls)):
         return None
     origin: Any = torch.empty(stored.shape, dtype=stored.dtype, device="meta")

@@ -174,7 +174,9 @@ def _stacks(calls: list[Any]) -> list[Stack]:
     for number, call in enumerate(calls):
         parent, path, kind = listed(call)
         if type(parent) is not int or not -1 <= parent < number:
-            raise QuarkError(f"the stored graph has a module call within {brief(parent)}, which does not precede it")
+            raise QuarkError(
+                f"module call {number} of the stored graph has the parent {brief(parent)}, which is not an earlier call"
+            )
         outer = stacks[parent] if parent >= 0 else {}
         if len(outer) >= _DEEPEST:
             raise QuarkError(f"the stored graph nests module calls more than {_DEEPEST} levels deep")

@@ -204,7 +204,7 @@ class Columns:
         return self._longest if len(self.numbers) == self._longest * len(self._members) else None
 
     def spread(self, values: Tensor) -> Tensor:
-        """Repeat values per scale for each column: shape (..., scales) becomes (..., inputs)."""
+        """Repeat the value of each scale for all of its columns: shape (..., scales) becomes (..., inputs)."""
         if self._in_order:
             return values.unsqueeze(-1).expand(*values.shape, self._longest).flatten(-2)[..., : len(self.numbers)]
         return values[..., self._on("numbers", values.device)]

@@ -188,7 +188,10 @@ MIXED = ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(
 
 REFUSED: dict[str, tuple[QuantConfig, str]] = {
     "integers": (INT8_DYNAMIC.replace(exclude=ENDS), "int-quantized channel tensor; the ModelOpt layout supports"),
-    "two algorithms": (MIXED, "FP8 next to FP8_PER_CHANNEL_PER_TOKEN; ModelOpt needs the same algorithm in all layers"),
+    "two algorithms": (
+        MIXED,
+        "layers use FP8_PER_CHANNEL_PER_TOKEN and FP8; ModelOpt needs the same algorithm in all layers",
+    ),
     "an embedding": (
         ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(exclude=("lm_head",), input=None),
         "in linear layers, but not in experts",

@@ -62,7 +62,7 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         chosen[_algorithm(layer, scheme)] = None
         first, *rest = chosen
         if rest:
-            raise ExportError(f"{rest[-1]} next to {first}; ModelOpt needs the same algorithm in all layers")
+            raise ExportError(f"layers use {first} and {rest[-1]}; ModelOpt needs the same algorithm in all layers")
         require_read(layer.name, checkpoint.left)
         tensors, strategy = parts(layer, scheme), scheme["weights"]["strategy"]
         if strategy == "block":

@@ -217,7 +217,11 @@ def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
 
 
 def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
-    """Replace the quantizer by `new`. A clamp becomes a `Clip` of codes, which is equal, because both are monotone."""
+    """Replace the quantizer, and the clamp before it, by `new` and a `Clip` of its codes.
+
+    The codes are equal, because quantization is monotone. The `Clip` is left out if there is no clamp, or if codes
+    saturate at its bounds.
+    """
     if result.clamp is not None:
         low, high = (_code_of(bound, result.codes) for bound in result.bounds)
         info = np.iinfo(result.codes.dtype.numpy())
@@ -291,8 +295,8 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
     codes, scale = (array_of(value) for value in source.inputs[:2]) if source is not None else (None, None)
     if source is None or codes is None or scale is None or x.factor is None or w.factor is None:
         raise Declined(
-            "its bias is not in integers; set bias=TensorSpec(format='int32'), or use format='qdq' where its input is "
-            "measured at run time"
+            "its bias is not in integers; set bias=TensorSpec(format='int32'), or, if the range of its input is "
+            "measured at run time, use format='qdq'"
         )
     ratio = scale / (x.factor * w.factor)
     if source.inputs[0] is not None and codes.dtype == np.int32 and np.allclose(ratio, 1, rtol=1e-5, atol=0):
