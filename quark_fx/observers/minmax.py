@@ -27,7 +27,7 @@ class Placeholder(Observer):
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         raise ValueError(
-            f"Placeholder measures no range, but {scheme.format} needs one; choose an observer such as MinMax"
+            f"Placeholder measures no range, but {scheme.format} needs one; choose another observer, such as MinMax"
         )
 
 

@@ -72,7 +72,7 @@ class AbsorbHighBias(Selective):
             raise Declined("its mean is too close to the ReLU's threshold")
         reader = Linear.of(consumer)
         if reader is None or reader.bias_at is None:
-            raise Declined(f"it is read by {target_name(consumer)} (%{consumer.name})")
+            raise Declined(f"it is read by {target_name(consumer)} (%{consumer.name}), which cannot absorb a bias")
         _require_sum(gm, producer, reader)
         bias = producer.bias
         if not is_parameter(bias) or len(bias.users) > 1:
@@ -94,7 +94,7 @@ def _require_sum(gm: GraphModule, producer: Linear, reader: Linear) -> None:
     """Raise `Declined` unless the reader sums over the producer's channels with a constant weight and bias."""
     name = reader.node.name
     if reader.kind not in ("conv", "linear") or (reader.weight_at, reader.bias_at) != (1, 2):
-        raise Declined(f"it is read by {target_name(reader.node)} (%{name})")
+        raise Declined(f"it is read by {target_name(reader.node)} (%{name}), which cannot absorb a bias")
     if not is_parameter(reader.weight) or not (reader.bias is None or is_parameter(reader.bias)):
         raise Declined(f"the weight or bias of %{name} is not constant")
     if reader.pads:
