@@ -43,7 +43,7 @@ class ShrinkAll(Solver):
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         if weight.columns is None:
-            return Skip("its scales are not free to change")
+            return Skip("its scales are fixed (per tensor, power of two, or shared)")
         groups, outputs, _ = weight.real.shape
         ones = torch.ones(groups, outputs, len(weight.columns.members(weight.real.device)), dtype=torch.float32)
         tried = [weight.with_scales(ones * factor).nearest() for factor in self.factors]

@@ -922,7 +922,7 @@ def test_a_weight_that_a_gradient_solver_declines_keeps_its_codes_with_the_reaso
     data = dependent(8, 8)
     plain, kept = (learned(cnn(), COARSE, data, *passes) for passes in ((), (LearnedClipping(iterations=2),)))
     assert same(plain, kept)
-    reason = "its zero points are not free to change; set symmetry='asymmetric'"
+    reason = "its zero points are fixed; set symmetry='asymmetric'"
     assert {change.what for change in changes(kept)} == {f"0.0% of the codes; not learned: {reason}"}
 
 
@@ -933,7 +933,7 @@ class MovePoints(Solver):
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         if weight.columns is None or weight.free.zero_points is None:
-            return Skip("its zero points are not free to change")
+            return Skip("its zero points are fixed")
         real, grid, members = weight.real.float(), weight.grid(), weight.columns.members(weight.real.device)
         low = torch.stack([real[..., m].amin(-1) for m in members], -1).clamp_max(0)
         high = torch.stack([real[..., m].amax(-1) for m in members], -1).clamp_min(0)
@@ -959,7 +959,7 @@ def test_a_solver_chooses_zero_points_and_the_report_names_them() -> None:
     assert accepted
     assert all(what.startswith("scales and zero points and ") for what in accepted), accepted
     skipped = learned(cnn(), COARSE, dependent(8, 8), MovePoints())
-    assert {change.what for change in changes(skipped)} == {"skipped: its zero points are not free to change"}
+    assert {change.what for change in changes(skipped)} == {"skipped: its zero points are fixed"}
 
 
 def test_a_gradient_solver_is_found_by_name_and_its_needs_are_predicted() -> None:

@@ -91,7 +91,7 @@ class FitScales(Solver):
 
     def _with_ranges(self, weight: QuantizedMatrix, hessian: Hessian) -> Proposal | Skip:
         if weight.ranged_columns is None:
-            return Skip("its scales are not free to change")
+            return Skip("its scales are fixed (per tensor, power of two, or shared)")
         importance = hessian.h.diagonal(dim1=-2, dim2=-1)
         ranges = fit_ranges(weight.real, importance, weight.scheme, weight.ranged_columns)
         return Proposal(weight.with_ranges(*ranges).nearest(), hessian.unguided)

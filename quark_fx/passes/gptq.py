@@ -121,7 +121,7 @@ class GPTQ(Solver):
         if self.sweeps and weight.outputs is None:
             weight = _refined(weight, target, seen.h, damping, sweeps=self.sweeps)
         remarks = (
-            "scales kept: not free to change" * (self.fit_scales and not fits),
+            "scales kept: they are fixed (per tensor, power of two, or shared)" * (self.fit_scales and not fits),
             "groups stay static: they differ in size or share scales across outputs"
             * (not self.static_groups and not dynamic),
             f"damped by {level:g}" * (level > self.damping),

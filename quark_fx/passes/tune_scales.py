@@ -92,7 +92,7 @@ class TuneScales(Selective):
         for weight in own_weights(gm, context, self)(gm):
             reason = ""
             if not weight.movable(gm):
-                reason = "its scales are not free to change"
+                reason = "its scales are fixed (per tensor, power of two, or shared)"
             elif weight.scheme.scale.is_8_bit:
                 reason = "its scales have 8 bits, too few for small steps"
             if reason:

@@ -54,5 +54,5 @@ class LearnedClipping(GradientSolver):
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> Clipped:
         """Return the weight with ends that are almost those of the present range."""
         if grid.free is None or grid.free.zero_points is None:
-            raise Declined("its zero points are not free to change; set symmetry='asymmetric'")
+            raise Declined("its zero points are fixed; set symmetry='asymmetric'")
         return Clipped(grid, weight, grid.free.zero_points)

@@ -30,7 +30,7 @@ class RefitScales(Solver):
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         """Solve the system of every output."""
         if weight.columns is None or weight.scheme.scale.is_8_bit:
-            return Skip("its scales are not free to change")
+            return Skip("its scales are fixed (per tensor, power of two, or shared)")
         value = weight.grid().value(weight.codes.float())  # with ratios for unknowns, ones are the present state
         blocks = weight.columns.members(value.device)
         parts = torch.zeros(len(blocks), *value.shape, device=value.device)

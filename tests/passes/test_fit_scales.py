@@ -82,7 +82,9 @@ def test_scales_that_may_not_shrink_are_left_and_say_so() -> None:
     qmodel = quantize(seeded(Skewed()), power, batches())
     plain = quantize(seeded(Skewed()), power.replace(passes=()), batches())
     record = record_of(qmodel, "FitScales")
-    assert {change.what for change in record.changes} == {"skipped: its scales are not free to change"}
+    assert {change.what for change in record.changes} == {
+        "skipped: its scales are fixed (per tensor, power of two, or shared)"
+    }
     assert torch.equal(scales(qmodel, "first.weight"), scales(plain, "first.weight"))
 
 
