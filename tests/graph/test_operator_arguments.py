@@ -264,25 +264,30 @@ class Attention(nn.Module):
 SHAPES = {2: (5, 8), 3: (2, 5, 8), 4: (2, 3, 5, 8), 5: (2, 2, 3, 5, 8), 6: (2, 2, 1, 3, 5, 8)}
 
 
-@pytest.mark.parametrize("rank", SHAPES)
-@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 0.3}])
-def test_attention_of_any_rank_is_exported(rank: int, arguments: dict[str, Any], tmp_path: Path) -> None:
-    agrees(seeded(Attention(**arguments)), (rand(*SHAPES[rank]),), tmp_path)
+ATTENTIONS: tuple[dict[str, Any], ...] = ({}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 0.3})
 
 
-@pytest.mark.parametrize(
-    "kind", ["float", "float that forbids a row", "bool", "bool that forbids a row", "of every head"]
-)
 @pytest.mark.parametrize("rank", SHAPES)
-def test_attention_of_any_rank_takes_a_mask(rank: int, kind: str, tmp_path: Path) -> None:
-    mask = rand(5, 5)
-    if kind == "of every head":
-        mask = rand(*SHAPES[rank][:-1], 5)
-    elif kind.startswith("bool"):
-        mask = (mask > 0) | torch.eye(5, dtype=torch.bool)
-    if "forbids" in kind:
-        mask[2] = False if mask.dtype == torch.bool else -torch.inf
-    agrees(seeded(Attention()), (rand(*SHAPES[rank]), mask), tmp_path)
+def test_attention_of_any_rank_is_exported(rank: int, tmp_path: Path) -> None:
+    agrees(seeded(Each([Attention(**arguments) for arguments in ATTENTIONS])), (rand(*SHAPES[rank]),), tmp_path)
+
+
+class EachWithItsMask(Each):
+    """Attentions to one value, each with a mask."""
+
+    def forward(self, x: Tensor, *masks: Tensor) -> list[Tensor]:
+        return [module(x, mask) for module, mask in zip(self.each, masks, strict=True)]
+
+
+@pytest.mark.parametrize("rank", SHAPES)
+def test_attention_of_any_rank_takes_a_mask(rank: int, tmp_path: Path) -> None:
+    """Floats and booleans, which forbid a row or not, and floats of every head."""
+    floats = rand(5, 5)
+    booleans = (floats > 0) | torch.eye(5, dtype=torch.bool)
+    masks = [floats, floats.clone(), booleans, booleans.clone(), rand(*SHAPES[rank][:-1], 5)]
+    masks[1][2], masks[3][2] = -torch.inf, False
+    model = seeded(EachWithItsMask([Attention() for _ in masks]))
+    agrees(model, (rand(*SHAPES[rank]), *masks), tmp_path)
 
 
 class Masked(Attention):
@@ -298,14 +303,13 @@ class Masked(Attention):
         return super().forward(x, self.mask)
 
 
-@pytest.mark.parametrize("forbids", [False, True])
 @pytest.mark.parametrize("rank", SHAPES)
-def test_only_a_stored_mask_that_forbids_a_row_costs_a_selection(rank: int, forbids: bool, tmp_path: Path) -> None:
-    mask = rand(5, 5)
-    mask[2, : 5 if forbids else 4] = -torch.inf
-    agrees(seeded(Masked(mask)), (rand(*SHAPES[rank]),), tmp_path)
+def test_only_a_stored_mask_that_forbids_a_row_costs_a_selection(rank: int, tmp_path: Path) -> None:
+    some, row = rand(5, 5), rand(5, 5)
+    some[2, :4] = row[2] = -torch.inf
+    agrees(seeded(Each([Masked(some), Masked(row)])), (rand(*SHAPES[rank]),), tmp_path)
     operators = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
-    assert ("Where" in operators) == forbids
+    assert operators.count("Where") == 1
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((4, 8), -1), ((4, 8), 1), ((4, 1), -1), ((4, 1, 8), 1)])

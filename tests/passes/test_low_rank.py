@@ -227,7 +227,8 @@ def test_files_and_modules_compute_the_same(tmp_path: Path) -> None:
     qmodel.save(tmp_path / "model")
     with torch.no_grad():
         assert torch.equal(qfx.load(tmp_path / "model")(x), qmodel(x))
-        torch.testing.assert_close(qmodel.compile()(x), qmodel(x), rtol=1e-3, atol=1e-3)
+        # Inductor, which compiles for 15 seconds, is tested in `model/test_compile.py`.
+        torch.testing.assert_close(qmodel.compile(backend="aot_eager")(x), qmodel(x), rtol=1e-3, atol=1e-3)
     qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.verify(qmodel, tmp_path / "model.onnx", [x]).max_steps <= 1
     with torch.no_grad():

@@ -90,10 +90,14 @@ def error(model: nn.Module, qmodel: nn.Module, x: Tensor) -> float:
     return float((outputs(qmodel, x) - expected).square().sum() / expected.square().sum())
 
 
-def float_graphs(
-    model: nn.Module, data: list[Tensor], config: QuantConfig = INT8_STATIC, smooth: SmoothQuant | None = None
-) -> tuple[GraphModule, GraphModule]:
-    """Return the float graph before smoothing, and after it."""
+def with_float_graphs(
+    model: nn.Module,
+    data: list[Tensor],
+    config: QuantConfig = INT8_STATIC,
+    smooth: SmoothQuant | None = None,
+    **options: Any,
+) -> tuple[qfx.QuantizedModel, GraphModule, GraphModule]:
+    """Return the smoothed model, and the float graph before smoothing and after it."""
     found: list[GraphModule] = []
 
     def keep(gm: GraphModule, context: Context) -> int:
@@ -101,8 +105,14 @@ def float_graphs(
         return 0
 
     config = config.replace(passes=(*config.passes, keep, smooth or SmoothQuant(), keep))
-    quantize(model, config, data)
-    return found[0], found[1]
+    return quantize(model, config, data, **options), found[0], found[1]
+
+
+def float_graphs(
+    model: nn.Module, data: list[Tensor], config: QuantConfig = INT8_STATIC, smooth: SmoothQuant | None = None
+) -> tuple[GraphModule, GraphModule]:
+    """Return the float graph before smoothing, and after it."""
+    return with_float_graphs(model, data, config, smooth)[1:]
 
 
 def assert_same_function(before: GraphModule, after: GraphModule, x: Tensor) -> None:
@@ -302,9 +312,8 @@ def test_windows_of_large_images_are_enough() -> None:
 def test_the_float_function_is_unchanged(name: str, explicit: bool) -> None:
     network, smooth = trained(name), SmoothQuant(explicit=explicit)
     data = network.calibration[:6]
-    before, after = float_graphs(network.model, data, smooth=smooth)
+    qmodel, before, after = with_float_graphs(network.model, data, smooth=smooth, verify=True)
     assert_same_function(before, after, network.images)
-    qmodel = smoothed(network.model, data, smooth=smooth, verify=True)
     assert record(qmodel).rewrites > 0
 
 
@@ -391,11 +400,10 @@ def test_where_no_activation_is_quantized_there_is_nothing_to_smooth(config: Qua
 
 def test_operators_that_stay_in_float_are_not_smoothed_for() -> None:
     model = planted(100.0)
-    qmodel = smoothed(model, DATA, INT8_STATIC.replace(exclude=("up",)))
+    qmodel, before, after = with_float_graphs(model, DATA, INT8_STATIC.replace(exclude=("up",)))
     assert changes(qmodel)["up"].what.startswith(
         "skipped: not every operator that reads it multiplies quantized inputs"
     )
-    before, after = float_graphs(model, DATA, INT8_STATIC.replace(exclude=("up",)))
     assert torch.equal(stored_tensors(before)["norm.weight"], stored_tensors(after)["norm.weight"])
 
 
@@ -537,13 +545,12 @@ def test_where_nothing_absorbs_the_scale_it_is_multiplied_by_if_asked(name: str)
     left = changes(smoothed(model, DATA, config))["down"].what
     assert left.startswith("skipped: its input is made by aten.gelu.default at %gelu")
     explicit = SmoothQuant(explicit=True)
-    before, after = float_graphs(model, DATA, config, explicit)
+    qmodel, before, after = with_float_graphs(model, DATA, config, explicit, verify=True)
     assert not multiplications(before)
     inserted = {str(node.args[0]): parameter(after, node.args[1]) for node in multiplications(after)}
     assert "gelu" in inserted
     assert inserted["gelu"].shape[-1] == inserted["gelu"].numel() == 48
     assert_same_function(before, after, UNSEEN)
-    qmodel = smoothed(model, DATA, config, explicit, verify=True)
     assert changes(qmodel)["down"].what.startswith("alpha")
     assert error(model, qmodel, UNSEEN) < 0.5 * error(model, quantize(model, config, DATA), UNSEEN)
 
@@ -585,11 +592,11 @@ def test_readers_of_one_value_may_count_channels_along_other_dimensions(side: in
         model.linear.weight.div_(torch.logspace(1, -1, side))
     sizes = torch.logspace(-1, 1, 7).reshape(-1, 1, 1) * torch.logspace(1, -1, side)
     data = [rand(8, 7, 5, side, seed=seed) * sizes for seed in range(4)]
-    before, after = float_graphs(model, data, INT8_STATIC, SmoothQuant(explicit=True))
+    qmodel, before, after = with_float_graphs(model, data, INT8_STATIC, SmoothQuant(explicit=True))
     factors = [parameter(after, node.args[1]) for node in multiplications(after)]
     assert {tuple(factor.shape) for factor in factors} == {(1, 7, 1, 1), (1, 1, 1, side)}
     assert_same_function(before, after, rand(8, 7, 5, side, seed=9) * sizes)
-    found = changes(smoothed(model, data, INT8_STATIC, SmoothQuant(explicit=True)))
+    found = changes(qmodel)
     assert found.keys() == {"conv", "linear"}
     assert all(change.what.startswith("alpha") for change in found.values())
 
