@@ -215,7 +215,6 @@ _CAPTURING = (
     "system",
     "test_layout.py",
     "test_ownership.py",
-    "test_session.py",
     "test_states.py",
     "test_wrapped_models.py",
 )
