@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -53,6 +54,12 @@ def lost_by(model: nn.Module, qmodel: qfx.QuantizedModel) -> float:
 
 def changes(qmodel: qfx.QuantizedModel) -> dict[str, Any]:
     return {change.name: change for change in record_of(qmodel, "LearnRotations").changes}
+
+
+@cache
+def learned_mlp() -> qfx.QuantizedModel:
+    """Return a block of two learned matrices, which several tests read."""
+    return quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,)), data())
 
 
 @pytest.mark.parametrize(
@@ -159,7 +166,7 @@ def test_streams_are_learned_from_what_is_read_without_the_factors_of_norms() ->
 @on_devices
 def test_matrices_are_learned_on_any_device(device: torch.device) -> None:
     model, (x,) = seeded(Mlp(nn.RMSNorm)).to(device), data(1, seed=99)
-    expected = lost(seeded(Mlp(nn.RMSNorm)), CONFIG, LEARN)
+    expected = lost_by(seeded(Mlp(nn.RMSNorm)), learned_mlp())
     qmodel = quantize(model, CONFIG.replace(passes=(LEARN,)), [batch.to(device) for batch in data()])
     with torch.no_grad():
         difference, y = qmodel(x.to(device)) - model(x.to(device)), model(x.to(device))
@@ -177,7 +184,7 @@ def test_it_goes_with_scales_branches_and_error_feedback() -> None:
 
 
 def test_readers_of_one_value_share_its_matrix_and_patterns_choose() -> None:
-    found = changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,)), data()))
+    found = changes(learned_mlp())
     assert {name: change.changed for name, change in found.items()} == {"gate and 1 more": True, "down": True}
     only = LearnRotations(streams=False, overhead=9, only=("down",))
     found = changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(only,)), data()))
@@ -208,10 +215,10 @@ def test_a_matrix_that_validation_data_does_not_confirm_stays_as_it_was_drawn() 
     """One batch to learn from, of four rows; the others are of another kind."""
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     few = [rand(1, 4, WIDTH, seed=1) * torch.logspace(1, -1, WIDTH) for _ in range(7)] + [rand(4, 64, WIDTH, seed=9)]
-    (change,) = changes(quantize(model, CONFIG.replace(passes=(LEARN,)), few)).values()
+    drawn, learned = (quantize(model, CONFIG.replace(passes=(p,)), few) for p in (ROTATE, LEARN))
+    (change,) = changes(learned).values()
     assert change.what.startswith("as drawn, no better on validation data (")
     assert change.before == change.after
-    drawn, learned = (quantize(model, CONFIG.replace(passes=(p,)), few) for p in (ROTATE, LEARN))
     with torch.no_grad():
         assert torch.equal(learned(data()[0]), drawn(data()[0]))
 
@@ -257,12 +264,8 @@ def test_weights_that_the_model_transposes_are_learned_for(stored: tuple[int, in
 def test_readers_in_several_formats_all_count() -> None:
     wide = qfx.Override(pattern="gate", input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
     found = changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,), overrides=(wide,)), data()))
-    assert (
-        0.3
-        < found["gate and 1 more"].before
-        / changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,)), data()))["gate and 1 more"].before
-        < 0.7
-    )  # half of it from int4, and next to nothing from int8
+    share = found["gate and 1 more"].before / changes(learned_mlp())["gate and 1 more"].before
+    assert 0.3 < share < 0.7  # half of it from int4, and next to nothing from int8
 
 
 def test_a_norm_whose_factor_is_zero_somewhere_keeps_the_drawn_matrix() -> None:
