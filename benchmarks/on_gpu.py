@@ -404,17 +404,16 @@ DEVICE_TESTS = (
     *("numbers/test_float_grids.py", "passes/test_autoround.py", "passes/test_bias_correction.py"),
     *("engine/test_resume.py", "plan/test_convert.py", "model/test_qat.py", "model/test_gpu_kernels.py"),
 )
-"""Test files in order of importance. They import nothing that a bare machine lacks.
+"""Test files in order of importance. They import nothing that a bare machine lacks."""
 
-`--small` runs the last one, whose tests need a GPU, and on the CPU the one before it.
-"""
+SMALL_TESTS = ("numbers/test_qparams.py",)
+"""What `--small` runs of these; `tests/test_pretend_gpu.py` runs others on the pretend GPU."""
 
 
 def step_tests(place: Place) -> Result:
     """Run the device tests of the repository."""
     install_from_wheels("pytest", "hypothesis")
-    small = DEVICE_TESTS[-2:-1] if place.device == "cpu" else DEVICE_TESTS[-1:]
-    files = small if place.small else DEVICE_TESTS
+    files = SMALL_TESTS if place.small else DEVICE_TESTS
     # Not `-v`: the `-q` in pyproject.toml cancels it, and the names of tests are read below.
     command = [sys.executable, "-m", "pytest", "--verbosity=1", "-p", "no:cacheprovider", "--tb=line"]
     command += ["-k", place.device]

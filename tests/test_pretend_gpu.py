@@ -15,12 +15,12 @@ TESTS = Path(__file__).resolve().parent
 
 FILES = (
     "on_pretend_gpu.py",
-    "numbers/test_qparams.py",
     "numbers/test_ops.py",
     "config/test_block_formats.py",
     "plan/test_convert.py",
+    "model/test_gpu_kernels.py",
 )
-"""Files whose tests of `on_devices` run on it; `test_on_gpu.py` runs `model/test_gpu_kernels.py`."""
+"""Files whose tests of devices run on it; `test_on_gpu.py` runs `numbers/test_qparams.py`."""
 
 
 @pytest.mark.slow
