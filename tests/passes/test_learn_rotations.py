@@ -215,7 +215,7 @@ def test_a_matrix_that_validation_data_does_not_confirm_stays_as_it_was_drawn() 
     """One batch to learn from, of four rows; the others are of another kind."""
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     few = [rand(1, 4, WIDTH, seed=1) * torch.logspace(1, -1, WIDTH) for _ in range(7)] + [rand(4, 64, WIDTH, seed=9)]
-    longer = LearnRotations(streams=False, overhead=9)  # so that it learns what only these rows have
+    longer = LearnRotations(streams=False, overhead=9)  # long enough to overfit these rows
     drawn, learned = (quantize(model, CONFIG.replace(passes=(p,)), few) for p in (ROTATE, longer))
     (change,) = changes(learned).values()
     assert change.what.startswith("as drawn, no better on validation data (")
