@@ -277,7 +277,7 @@ def test_a_tokenizer_goes_into_the_file(tmp_path: Path) -> None:
 )
 def test_what_no_block_holds_is_refused_with_every_layer(weight: TensorSpec, message: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=message) as error:
-        qfx.export.gguf(quantized(config(weight)), tmp_path / "model.gguf")
+        qfx.export.gguf(quantized(config(weight), wide_llama()), tmp_path / "model.gguf")
     assert "model.layers.1.mlp.down_proj.weight" in str(error.value)
     assert not list(tmp_path.iterdir())
 
