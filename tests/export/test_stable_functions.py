@@ -118,7 +118,10 @@ def test_only_interpolated_bytes_of_sizes_that_vary_may_differ_by_one(
 def test_images_of_sizes_that_vary_are_interpolated_like_in_torch(
     dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
-    """Sizes times factors are fractions here; bytes are 0 and 255, where cubic weights leave the range."""
+    """Sizes times factors are fractions here; bytes are 0 and 255, where cubic weights leave the range.
+
+    Bytes are interpolated as floats, so that half of the functions suffice: each pair of mode, filter, and size.
+    """
     x = (255 * torch.randint(0, 2, (2, 1, 8, 6), generator=torch.Generator().manual_seed(0))).to(dtype)
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         f"{mode}, antialias={antialias}, {options}": functools.partial(
@@ -127,6 +130,7 @@ def test_images_of_sizes_that_vary_are_interpolated_like_in_torch(
         for mode in ("bilinear", "bicubic")
         for antialias in (False, True)
         for options in ({"scale_factor": (1.3, 0.6)}, {"size": (7, 9)})
+        if dtype.is_floating_point or (mode == "bicubic") == (antialias == ("size" in options))
     }
     sizes = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
     qmodel = qfx.quantize(Functions(functions).eval(), FLOAT, [x], progress=False, dynamic_shapes={"x": sizes})
