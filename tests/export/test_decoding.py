@@ -74,11 +74,11 @@ PROMPTS = [draw(2, 5, padded=2), draw(3, 12, padded=7), draw(1, 1)]
 """Shorter than the window, which is crossed while decoding; longer; a single token."""
 
 
-def written(model: Any, folder: Path, quantizer: Any = None, **options: Any) -> Path:
+def written(model: Any, folder: Path, quantizer: Any = None, fusions: str | None = None, **options: Any) -> Path:
     """Export prefill and decode graphs to a folder, traced with a prompt that is shorter than the window."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     list_torch_functions_once()
-    config = OnnxConfig(dynamic=True, ort_fusions="cpu" if quantizer else None, quantizer=quantizer)
+    config = OnnxConfig(dynamic=True, ort_fusions=fusions, quantizer=quantizer)
     OnnxExporter().export_for_generation(model, draw(2, 5, padded=1), config, **options).save_pretrained(folder)
     return folder
 
@@ -100,7 +100,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )
     eager = qmodel.eager()
     quantizer = GenerationQuantizer("matmul_nbits", cache=CacheScales.measure(eager, [draw(2, 24)]))
-    folder = written(eager, tmp_path_factory.mktemp("coded"), quantizer)
+    folder = written(eager, tmp_path_factory.mktemp("coded"), quantizer, "cpu")
     share_weights(folder)
     return SimpleNamespace(qmodel=qmodel, folder=folder, scales=quantizer.cache)
 
@@ -132,6 +132,9 @@ def test_beams_and_caches_that_are_continued_decode_as_in_torch(mixed: SimpleNam
 def test_codes_of_weights_and_of_the_cache_decode_across_the_window(coded: SimpleNamespace, tmp_path: Path) -> None:
     decode = ir.load(coded.folder / "decode.onnx").graph
     assert sum(value.dtype == ir.DataType.INT8 for value in decode.inputs if held_in_cache(value.name)) == 2
+    operators = [node.op_type for node in decode]
+    assert operators.count("GatherBlockQuantized") == 1, "of the embedding; the head has another weight"
+    assert operators.count("MatMulNBits") == 8
     assert qfx.verify(coded.qmodel, coded.folder, PROMPTS, decode_steps=12).max_steps < 0.01
     coded.qmodel.save(tmp_path / "saved")  # a loaded model is not told its class
     assert qfx.verify(qfx.load(tmp_path / "saved"), coded.folder, PROMPTS[:1], decode_steps=12).max_steps < 0.01
@@ -143,7 +146,7 @@ def test_a_cache_that_the_model_drops_while_decoding_is_replaced_by_one_that_rou
     phi3 = model_of(Phi3Config(**sizes, original_max_position_embeddings=10, rope_parameters=rope))
     model: Any = qfx.quantize(phi3, "int4_weight_only", [draw(2, 24)], progress=False).eager()
     scales = CacheScales.measure(model, [draw(2, 24)])
-    folder = written(model, tmp_path, GenerationQuantizer("matmul_nbits", cache=scales))
+    folder = written(model, tmp_path, GenerationQuantizer(cache=scales))
     found = qfx.verify(model, folder, [draw(2, 8, padded=2)], decode_steps=6)  # the long factors begin at step 3
     assert found.max_steps < 0.01
     assert not model._forward_pre_hooks
