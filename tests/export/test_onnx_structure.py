@@ -66,8 +66,9 @@ OUTPUTS: dict[str, tuple[Callable[[Calls, Tensor], Any], list[str]]] = {
 @pytest.mark.parametrize("structure", OUTPUTS)
 def test_a_file_has_the_outputs_of_the_model_under_their_names(structure: str, tmp_path: Path) -> None:
     combine, names = OUTPUTS[structure]
+    session = qfx.Session(Calls(combine).eval(), BATCHES)
     for preset, formats in (("int8_static", ("qdq", "qoperator")), ("int8_weight_only", ("matmul_nbits",))):
-        qmodel = quantize(Calls(combine).eval(), preset, BATCHES)
+        qmodel = quantize(session, preset)
         for format in formats:
             file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=format)
             assert [output.name for output in onnx.load(file).graph.output] == names
@@ -157,8 +158,9 @@ def test_a_weight_in_another_order_is_exported_in_that_order(rearranged: str, tm
         "int4_weight_only": ("qdq", "matmul_nbits") if matrix else ("qdq",),
         "xint8": ("qdq", "vitis"),
     }
+    session = qfx.Session(Calls(lambda m, x: use(m.weight, x), *shape).eval(), BATCHES)
     for preset, names in formats.items():
-        qmodel = quantize(Calls(lambda m, x: use(m.weight, x), *shape).eval(), preset, BATCHES)
+        qmodel = quantize(session, preset)
         for name in names:
             file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=name)
             assert qfx.verify(qmodel, file, BATCHES).max_steps < 1.001, (preset, name)  # ties may round either way
@@ -172,8 +174,10 @@ def test_codes_have_the_zero_points_of_their_kernels(tmp_path: Path) -> None:
         return y
 
     spread = {"int8_static": 2, "int8_weight_only": 2, "int4_weight_only": 0, "int8_dynamic": 0}
-    for (preset, count), shape in itertools.product(spread.items(), [(4, 16), (2, 4, 16)]):
-        qmodel = quantize(Calls(combine, 8, 16).eval(), preset, [rand(*shape, seed=i) for i in range(2)])
+    batches = [[rand(*shape, seed=i) for i in range(2)] for shape in [(4, 16), (2, 4, 16)]]
+    sessions = [qfx.Session(Calls(combine, 8, 16).eval(), data) for data in batches]
+    for (preset, count), session in itertools.product(spread.items(), sessions):
+        qmodel = quantize(session, preset)
         model = ir.load(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
         constants = set(model.graph.initializers.values())
         stored = [n for n in model.graph if n.op_type == "DequantizeLinear" and n.inputs[0] in constants]
@@ -200,8 +204,9 @@ def test_signed_codes_of_every_rank_are_multiplied(shape: tuple[int, ...], tmp_p
     signed = {"pow2": "xint8", "float scales": static, "bias in float": static.replace(bias=None)}
     batches = [rand(*shape, seed=i) for i in range(2)]
     for product, function in PRODUCTS.items():
+        session = qfx.Session(Calls(function, 16, 16).eval(), batches, dynamic_shapes={"x": None})
         for name, config in signed.items():
-            qmodel = quantize(Calls(function, 16, 16).eval(), config, batches, dynamic_shapes={"x": None})
+            qmodel = quantize(session, config)
             for format in ("qdq", "vitis") if name == "bias in float" else ("qdq", "qoperator", "vitis"):
                 file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=format)
                 assert qfx.verify(qmodel, file, batches).max_steps < 1.001, (product, name, format)
