@@ -359,20 +359,18 @@ def test_every_integer_form_computes_what_its_pairs_do(name: str, tmp_path: Path
     assert qfx.verify(qmodel, path, images(3), per_node=True).max_steps <= 1
 
 
-@pytest.mark.parametrize("format", ["qdq", "qoperator"])
 @pytest.mark.parametrize("options", [{}, {"padding": 1}, {"padding": 1, "count_include_pad": False}], ids=str)
 @pytest.mark.parametrize("side", [8, 9])
-def test_windows_beyond_the_rim_are_averaged_as_in_torch(
-    side: int, options: dict[str, Any], format: str, tmp_path: Path
-) -> None:
+def test_windows_beyond_the_rim_are_averaged_as_in_torch(side: int, options: dict[str, Any], tmp_path: Path) -> None:
     """ONNX Runtime's integer kernel counts them wrongly where padding counts: 30 to 60 codes off."""
     data = [rand(4, 3, side, side, seed=i) for i in range(2)]
     model = Between(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, **options))
     qmodel = quantize(seeded(model), INT8_STATIC, data)
-    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
-    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
     integer = options.get("padding", 0) == 0 or not options.get("count_include_pad", True)
-    assert any(node.kernel == "QLinearAveragePool" for node in path.report().nodes) == integer
+    for format in ("qdq", "qoperator"):
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+        assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1, format
+        assert any(node.kernel == "QLinearAveragePool" for node in path.report().nodes) == integer, format
 
 
 PADDED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -397,17 +395,17 @@ class PooledNegatives(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("format", "exclude"), [("qdq", ()), ("qoperator", ()), ("qdq", ("*",))])
 @pytest.mark.parametrize("name", PADDED)
 @pytest.mark.filterwarnings("ignore:nothing was quantized")
-def test_padding_before_a_pool_keeps_its_values(
-    name: str, format: str, exclude: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_padding_before_a_pool_keeps_its_values(name: str, tmp_path: Path) -> None:
     """ONNX Runtime makes it padding of the pool: -inf for a maximum, another count for an average."""
-    qmodel = quantize(seeded(PooledNegatives(PADDED[name])), INT8_STATIC.replace(exclude=exclude), images())
-    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
-    assert qfx.verify(qmodel, path, images()).max_steps <= 1 + ROUNDING
-    assert ("Max" in operators(path)) == (name != "average")
+    session = qfx.Session(seeded(PooledNegatives(PADDED[name])), images())
+    for exclude, formats in (((), ("qdq", "qoperator")), (("*",), ("qdq",))):
+        qmodel = quantize(session, INT8_STATIC.replace(exclude=exclude))
+        for format in formats:
+            path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+            assert qfx.verify(qmodel, path, images()).max_steps <= 1 + ROUNDING, (format, exclude)
+            assert ("Max" in operators(path)) == (name != "average"), (format, exclude)
 
 
 class Twice(nn.Module):
