@@ -31,6 +31,18 @@ if "pretend_gpu" not in sys.modules:  # registers a device for the whole process
 gc.set_threshold(100_000, 20, 100)
 
 
+def _list_torch_functions_once() -> None:
+    """Keep the list of torch's ONNX functions, which torch translates anew for each table: half a second."""
+    from torch.onnx._internal import _lazy_import
+
+    apis: Any = _lazy_import.onnxscript_apis
+    if type(apis).__name__ == "_LazyModule":  # onnxscript is imported by the first call
+        apis.get_torchlib_ops = cache(lambda: apis.__getattr__("get_torchlib_ops")())
+
+
+_list_torch_functions_once()
+
+
 def _share_processor(workers: int) -> None:
     """Limit this worker to its share of the cores: threads that spin while they wait slow the other workers down."""
     threads = max(1, (os.cpu_count() or 1) // workers)

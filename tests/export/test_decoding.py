@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from tiny import mlp
 from torch import Tensor
-from torch_functions import list_torch_functions_once
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -77,7 +76,6 @@ PROMPTS = [draw(2, 5, padded=2), draw(3, 12, padded=7), draw(1, 1)]
 def written(model: Any, folder: Path, quantizer: Any = None, fusions: str | None = None, **options: Any) -> Path:
     """Export prefill and decode graphs to a folder, traced with a prompt that is shorter than the window."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    list_torch_functions_once()
     config = OnnxConfig(dynamic=True, ort_fusions=fusions, quantizer=quantizer)
     OnnxExporter().export_for_generation(model, draw(2, 5, padded=1), config, **options).save_pretrained(folder)
     return folder

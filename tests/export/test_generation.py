@@ -23,7 +23,6 @@ import torch
 from interruptions import interrupted
 from tiny import all_but
 from torch import Tensor
-from torch_functions import list_torch_functions_once
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -96,7 +95,6 @@ def eager(config: Callable[[], PretrainedConfig], preset: Any) -> Any:
 def export(model: Any, quantizer: GenerationQuantizer, fusions: str | None = None, **inputs: Tensor) -> Any:
     """Export prefill and decode."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    list_torch_functions_once()
     config = OnnxConfig(dynamic=True, ort_fusions=fusions, quantizer=quantizer)
     return OnnxExporter().export_for_generation(model, inputs or {"input_ids": PROMPT}, config)
 
