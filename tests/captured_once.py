@@ -121,7 +121,8 @@ def _put(graph: nn.Module, tensors: dict[str, Tensor]) -> None:
 class _Pickler(pickle.Pickler):
     """Pickles each tensor as a digest of its layout, the index of its storage, and, if they are read, its values.
 
-    The folder that a model was loaded from, and the files that it opens, are left out: each test has its own.
+    The folder that a model was loaded from, and the files that it opens, are left out: each test has its own. So is
+    what `generate` reads. Equal strings are written alike, whether or not they are one object.
     """
 
     def __init__(self, file: io.BytesIO, unread: Iterable[Tensor], folders: frozenset[str]) -> None:
@@ -132,8 +133,11 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
-            located = isinstance(obj, Path) or (isinstance(obj, str) and obj in self._folders)
-            return "folder" if located else None
+            if isinstance(obj, Path) or (isinstance(obj, str) and obj in self._folders):
+                return "folder"
+            if isinstance(obj, str):
+                return f"text {obj}"
+            return "generation" if type(obj).__name__ == "GenerationConfig" else None
         place = self._places.setdefault((obj.untyped_storage().data_ptr(), obj.storage_offset()), len(self._places))
         layout = (type(obj).__name__, obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, str(obj.device))
         if id(obj) in self._unread:
