@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,7 @@ gc.set_threshold(100_000, 20, 100)
 
 def _list_torch_functions_once() -> None:
     """Keep the list of torch's ONNX functions, which torch translates anew for each table: half a second."""
-    from torch.onnx._internal import _lazy_import
-
-    apis: Any = _lazy_import.onnxscript_apis
+    apis: Any = import_module("torch.onnx._internal._lazy_import").onnxscript_apis
     if type(apis).__name__ == "_LazyModule":  # onnxscript is imported by the first call
         apis.get_torchlib_ops = cache(lambda: apis.__getattr__("get_torchlib_ops")())
 

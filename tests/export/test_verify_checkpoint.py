@@ -48,7 +48,7 @@ def test_a_checkpoint_computes_what_the_graph_computes(here: None, checkpoint: P
     assert [d.name for d in found.differences] == ["logits"]
     assert found.max_steps < 0.01
     tensors = load_file(checkpoint / "model.safetensors")
-    tensors["model.layers.1.self_attn.o_proj.weight_scale"][:5] *= 2
+    tensors["model.layers.0.self_attn.o_proj.weight_scale"][:5] *= 2
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert qfx.verify(quantized(CONFIG), checkpoint, BATCHES).max_steps > 1
 
