@@ -117,7 +117,7 @@ def _last(name: str) -> str | None:
 def test_scores_of_gemma_are_scaled_as_in_llama_cpp(layers: int, scale: int, tmp_path: Path) -> None:
     """The file has no key: llama.cpp takes the width of a head, and for 46 layers the hidden size for each head."""
     written("Gemma2", {"head_dim": 256, "sliding_window": 8}, tmp_path / "model.gguf")
-    deep = {f"blk.{n}.{name}": t for n in range(2, layers) for name, t in _layer(tmp_path / "model.gguf").items()}
+    deep = {f"blk.{n}.{name}": t for n in range(1, layers) for name, t in _layer(tmp_path / "model.gguf").items()}
     path = changed(tmp_path / "model.gguf", tmp_path / "deep.gguf", {"gemma2.block_count": layers}, extra=deep)
     assert GgufSource.of(path).config["query_pre_attn_scalar"] == scale
 
