@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,9 +35,10 @@ gc.set_threshold(100_000, 20, 100)
 
 def _list_torch_functions_once() -> None:
     """Keep the list of torch's ONNX functions, which torch translates anew for each table: half a second."""
-    apis: Any = import_module("torch.onnx._internal._lazy_import").onnxscript_apis
-    if type(apis).__name__ == "_LazyModule":  # onnxscript is imported by the first call
-        apis.get_torchlib_ops = cache(lambda: apis.__getattr__("get_torchlib_ops")())
+    with suppress(ImportError, AttributeError):  # a version of torch without this private module takes longer
+        apis: Any = import_module("torch.onnx._internal._lazy_import").onnxscript_apis
+        if type(apis).__name__ == "_LazyModule":  # onnxscript is imported by the first call
+            apis.get_torchlib_ops = cache(lambda: apis.__getattr__("get_torchlib_ops")())
 
 
 _list_torch_functions_once()
