@@ -105,7 +105,11 @@ class Ranks:
         return self.gpu or torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each process, in order."""
+        """Return the value of each process, in order.
+
+        Tensors of other processes arrive contiguous and without gradients. Tensors from the CPU are on the CPU, others
+        on the accelerator of this process's value, or on the CPU if this value uses none.
+        """
         return list(self._each(value))
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
@@ -119,7 +123,7 @@ class Ranks:
             return
         sent = _Sent()
         sent.dump(value)
-        message = torch.frombuffer(bytearray(sent.file.getvalue()), dtype=torch.uint8).to(self.device)
+        message = torch.frombuffer(sent.file.getbuffer(), dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
         lengths[self.index] = len(message)
         self.add(lengths)
@@ -226,8 +230,18 @@ class Ranks:
             ) from error
 
 
+_Described = tuple[torch.dtype, tuple[int, ...], bool, bytes | None]
+"""Dtype and shape of a tensor, whether it is on an accelerator, and its bytes, `None` if they follow in a broadcast."""
+
+_SMALL = 1 << 15
+"""Largest number of bytes of a tensor that is sent within the pickle; a broadcast can take a millisecond or two."""
+
+
 class _Sent(pickle.Pickler):
-    """A pickled value, and its tensors, which are sent apart: a pickle would hold copies of their whole storages."""
+    """Pickle of a value, and the large tensors of the value, which are broadcast after it without a copy.
+
+    The pickle has the bytes of small tensors. Left to itself, it would hold the whole storage of each tensor.
+    """
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
@@ -236,26 +250,33 @@ class _Sent(pickle.Pickler):
         self.accelerator = torch.device("cpu")
         """Device of the first tensor that is not on the CPU."""
 
-    def persistent_id(self, value: Any) -> tuple[torch.dtype, tuple[int, ...], bool] | None:
+    def persistent_id(self, value: Any) -> _Described | None:
         if not isinstance(value, Tensor):
             return None
         if self.accelerator.type == "cpu":
             self.accelerator = value.device
-        self.tensors.append(value.detach())
-        return value.dtype, tuple(value.shape), value.device.type != "cpu"
+        tensor, content = value.detach(), None
+        if tensor.nbytes <= _SMALL:
+            content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        else:
+            self.tensors.append(tensor)
+        return tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu", content
 
 
 class _Received(pickle.Unpickler):
-    """Another process's value, whose tensors arrive while it is unpickled."""
+    """Another process's value, whose large tensors arrive while it is unpickled."""
 
     def __init__(self, pickled: bytes, ranks: Ranks, source: int, accelerator: torch.device) -> None:
         super().__init__(io.BytesIO(pickled))
         self.ranks, self.source, self.accelerator = ranks, source, accelerator
 
-    def persistent_load(self, sent: tuple[torch.dtype, tuple[int, ...], bool]) -> Tensor:
-        dtype, shape, accelerated = sent
-        tensor = torch.empty(shape, dtype=dtype, device=self.ranks.device)
-        self.ranks.broadcast(tensor, self.source)
+    def persistent_load(self, described: _Described) -> Tensor:
+        dtype, shape, accelerated, content = described
+        tensor = torch.empty(shape, dtype=dtype, device=self.ranks.device if content is None else "cpu")
+        if content is None:
+            self.ranks.broadcast(tensor, self.source)
+        elif content:  # `frombuffer` refuses an empty buffer
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return tensor.to(self.accelerator if accelerated else "cpu")
 
 

@@ -37,7 +37,7 @@ from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.engine.context import Context
-from quark_fx.engine.ranks import Ranks
+from quark_fx.engine.ranks import _DONE, Ranks
 from quark_fx.engine.resources import Resources, require_usable, usable_device
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.pass_manager import GraphPass, Stage, graph_pass
@@ -559,7 +559,7 @@ def test_results_are_sent_once_by_their_owner(tmp_path: Path) -> None:
 
 
 def exchange(folder: Path) -> None:
-    """Exchange values that hold tensors of all kinds, and one large tensor; note the memory that it takes."""
+    """Exchange values that hold small and large tensors of all kinds; note the memory and collectives that it takes."""
     ranks, size, before = Ranks.current(), 2**26, list[int]()
 
     def grown() -> int:
@@ -582,6 +582,18 @@ def exchange(folder: Path) -> None:
         expected = [torch.tensor(rank), kinds[1], kinds[2], torch.tensor([1.0, 5.0, 9.0], dtype=torch.bfloat16) + rank]
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(value["kinds"], expected, strict=True))
     assert ranks.fold(torch.tensor([ranks.index]), lambda a, b: torch.cat([a, b])).tolist() == [0, 1]
+    large = torch.arange(2.0**16).reshape(256, 256).T.to(torch.bfloat16) + ranks.index
+    varied: list[Any] = [large, torch.empty(0), nn.Parameter(large.float()), torch.tensor(ranks.index), large > 7]
+    mixed = ranks.gather(varied)
+    for rank, (a, _, b, c, d) in enumerate(mixed):
+        real = torch.arange(2.0**16).reshape(256, 256).T.to(torch.bfloat16) + rank
+        assert torch.equal(a, real)
+        assert torch.equal(b, real.float())
+        assert c.item() == rank
+        assert torch.equal(d, real > 7)
+    done = _DONE["collectives"]
+    ranks.gather([torch.rand(64) for _ in range(100)])
+    assert _DONE["collectives"] - done == 3  # the lengths, and a message of each rank
 
 
 def test_an_exchange_takes_little_more_memory_than_what_is_received(tmp_path: Path) -> None:
