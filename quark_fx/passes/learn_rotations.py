@@ -198,7 +198,7 @@ class _Value:
             numbered = [(batch, number) for batch, number in by_batch.items() if number in numbers]
             pieces, chosen = list[Tensor](), dict[int, Tensor]()
             for i, (batch, _) in enumerate(numbered):
-                (rows,) = entrance.rows(batch, context.data.kept_positions(batch))
+                (rows,) = entrance.rows(batch, context)
                 if (count := len(rows)) not in chosen:  # one copy for all batches of this length
                     indices = [spread_indices(count, each, seed=number) for _, number in numbered]
                     chosen[count] = torch.stack(indices).to(context.device)

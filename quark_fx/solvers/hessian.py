@@ -127,11 +127,10 @@ class Hessian:
 
         def summed(batches: Sequence[int]) -> Hessian:
             hessian = cls.empty(*source.shape, context.device, shifted=reference is not None)
-            positions = [context.data.kept_positions(batch) for batch in batches]
-            for batch, unpadded in zip(batches, positions, strict=True):
+            for batch in batches:
                 w = weights(batch) if weights is not None else None
-                exact_rows = reference.rows(batch, unpadded, w) if reference is not None else None
-                hessian.add(source.rows(batch, unpadded, w), exact_rows)
+                exact_rows = reference.rows(batch, context, w) if reference is not None else None
+                hessian.add(source.rows(batch, context, w), exact_rows)
             return hessian
 
         with torch.no_grad():
@@ -246,24 +245,25 @@ class Entrance:
         self.mapping, self.shape, self._inputs = mapping, (groups, columns), inputs
         self._part = extract(module, placeholders(module), nodes)
 
-    def rows(self, batch: int, unpadded: Positions | None, weights: Tensor | None = None) -> Rows:
-        """Return the operator's input for one batch.
+    def rows(self, batch: int, context: Context, weights: Tensor | None = None) -> Rows:
+        """Return the operator's input for one batch, without padding; rows routed to experts may include padding.
 
         Args:
             batch: Index of the batch.
-            unpadded: Positions that are not padding, `None` for all. All rows routed to experts count, even padding.
+            context: Context with the batches.
             weights: Weights of the rows, float32, in the shape of the operator's output without channels; each row is
                 multiplied by the square root of its weight. `None` if all weights are 1.
         """
         mapping = self.mapping
-        with running(batch):
+        with running(context.data.number_of(batch)):
             x, *more = self._part(*self._inputs(batch))
         if mapping.kernel:
             (output,) = more
             patches, _ = mapping.rows(x, output, most=output[:, 0].numel(), seed=0)
             return patches.float() if weights is None else patches.float() * weights.sqrt().flatten()
         x = x.float() if weights is None else x.float() * weights.sqrt()[..., None]
-        return _rows_by_group(x, mapping, more[0] if mapping.offsets is not None else None, unpadded)
+        ends = more[0] if mapping.offsets is not None else None
+        return _rows_by_group(x, mapping, ends, context.data.kept_positions(batch))
 
 
 def _rows_by_group(

@@ -329,6 +329,10 @@ def test_an_index_beyond_a_table_in_front_names_its_batch(preset: str) -> None:
         qfx.CalibrationError, match="calibration batch 1 contains an index outside of an embedding table"
     ):
         quantize(seeded(Table()), preset, [tokens(4)[0], tokens(4)[0] + 11])
+    whole = tokens(4)[0]
+    whole[-1] += 11  # in the part of the batch that is held out for validation
+    with pytest.raises(qfx.CalibrationError, match="calibration batch 0 contains an index outside of"):
+        quantize(seeded(Table()), preset, [whole])
 
 
 @pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq"])

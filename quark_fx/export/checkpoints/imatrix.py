@@ -199,7 +199,7 @@ def _moments(graph: GraphModule, context: Context, names: Collection[str]) -> di
     def measured(entrance: Entrance) -> Moments:
         hessian = Hessian.empty(*entrance.shape, context.device, shifted=False)
         for batch in batches:
-            hessian.add(entrance.rows(batch, context.data.kept_positions(batch)))
+            hessian.add(entrance.rows(batch, context))
         return hessian.h.diagonal(dim1=-2, dim2=-1).clone(), hessian.rows
 
     for run in walk_float_blocks(graph, context, unit=Unit.OPERATOR, label="imatrix"):
