@@ -479,9 +479,7 @@ def test_a_solver_that_chooses_what_there_is_not_is_refused(chosen: Any) -> None
     class Chooser(Solver):
         chooses: ClassVar = chosen
 
-    with pytest.raises(
-        ConfigError, match="the type argument of Chooser must be one of the classes QuantizedMatrix, Bias, Activ"
-    ):
+    with pytest.raises(ConfigError, match="chooses of Chooser must be one of the classes QuantizedMatrix, Bias, Activ"):
         solver(Chooser)
 
 

@@ -211,9 +211,7 @@ def solver(cls: S) -> S:
     kinds, chosen = (QuantizedMatrix, Bias, Activation), getattr(cls, "chooses", QuantizedMatrix)
     if chosen not in kinds:
         names = ", ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(
-            f"the type argument of {cls.__name__} must be one of the classes {names}, not {brief(chosen)}"
-        )
+        raise ConfigError(f"chooses of {cls.__name__} must be one of the classes {names}, not {brief(chosen)}")
     register: Any = graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, validated=True)
     registered: S = register(cls)
     return registered
