@@ -1034,9 +1034,30 @@ def test_a_solver_that_writes_in_place_is_named(writer: Solver, message: str) ->
 
 def test_a_solver_that_answers_nothing_is_told_what_to_answer() -> None:
     with pytest.raises(
-        PassError, match=r"solve must return a Proposal of a QuantizedMatrix, or a Skip .*, not NoneType"
+        PassError,
+        match=r"^Silent failed on into: solve must return a Proposal of a QuantizedMatrix, or a Skip .*, not NoneType",
     ):
         quantize(seeded(Attention()), RTN.replace(passes=(Silent(),)), ids(16, 16))
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class SilentOnBiases(Solver):
+    """Answer nothing about biases."""
+
+    chooses: ClassVar = Bias
+
+    @property
+    def reads(self) -> OutputError:
+        return OutputError()
+
+    def solve(self, bias: Bias, seen: Any) -> Any:
+        return None
+
+
+def test_a_solver_of_biases_that_answers_nothing_is_told_what_to_answer() -> None:
+    with pytest.raises(PassError, match=r"^SilentOnBiases failed on .+: solve must return a Proposal of a Bias, or a"):
+        quantize(cnn(), INT8_STATIC.replace(passes=(SilentOnBiases(),)), images())
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -300,7 +300,7 @@ class _FormJudge:
         give_back()
         now = self.reading.now(slot, self.context)
         with naming_failures(self.solver, slot.name), accelerator.checked_later() as checks:
-            answer = _proposed(self.solver.solve(now, hessian), now)
+            answer = _proposed(self.solver, self.solver.solve(now, hessian), slot.name, now)
             if isinstance(answer, Skip):
                 return answer, hessian.h.new_empty(0, dtype=torch.float64), []
             errors = hessian.h.new_zeros(2)
@@ -398,7 +398,7 @@ class _BlockJudge:
         try:
             with naming_failures(self.solver, slot.name):
                 answer = self.solver.solve(slot.now, data)
-            answer = _proposed(answer, slot.now)
+            answer = _proposed(self.solver, answer, slot.name, slot.now)
             if isinstance(answer, Skip):
                 return answer
             tensors = slot.tensors(answer.value)
@@ -409,7 +409,7 @@ class _BlockJudge:
         return {name: tensor.cpu() for name, tensor in tensors.items()}, _what(slot.changed(answer.value), answer)
 
 
-def _proposed(answer: object, now: object) -> Proposal | Skip:
+def _proposed(solver: Solver, answer: object, operator: str, now: object) -> Proposal | Skip:
     """Return a solver's answer after checking its type.
 
     Raises:
@@ -418,7 +418,10 @@ def _proposed(answer: object, now: object) -> Proposal | Skip:
     if isinstance(answer, Skip) or (isinstance(answer, Proposal) and type(answer.value) is type(now)):
         return answer
     got = f"Proposal({type(answer.value).__name__})" if isinstance(answer, Proposal) else type(answer).__name__
-    raise PassError(f"solve must return a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
+    raise PassError(
+        f"{type(solver).__name__} failed on {operator}: solve must return a Proposal of a {type(now).__name__}, or a "
+        f"Skip with a reason, not {got}"
+    )
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:
