@@ -41,17 +41,18 @@ from quark_fx.export.to_onnx.edit import array_of
 from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.export.to_onnx.rules import onnx_rule
 from quark_fx.graph.nodes import stored_tensors
-from quark_fx.graph.pass_manager import Change
+from quark_fx.graph.pass_manager import Change, Stage, pass_stage, run_passes
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4, UINT8, Format
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
 from quark_fx.observers import MinMax, Percentile
 from quark_fx.passes import GPTQ
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.solvers.gradient_solver import GradientSolver
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.sampled_scaling import SampledScaling, SampleStatistics
-from quark_fx.solvers.scaling import scaling_solver
+from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Skip, Solver, solver
 from quark_fx.system.names import Stored
 from quark_fx.targets import OnnxFiles, Placement, Refusal, Target, register_target
@@ -1058,6 +1059,37 @@ class SilentOnBiases(Solver):
 def test_a_solver_of_biases_that_answers_nothing_is_told_what_to_answer() -> None:
     with pytest.raises(PassError, match=r"^SilentOnBiases failed on .+: solve must return a Proposal of a Bias, or a"):
         quantize(cnn(), INT8_STATIC.replace(passes=(SilentOnBiases(),)), images())
+
+
+def undecorated(base: type) -> Any:
+    """Return an instance of a subclass without the decorator of its base class."""
+    methods = {name: lambda *_: None for name in base.__abstractmethods__}  # type: ignore[attr-defined]
+    return type("Mine", (base,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("base", "decorator"),
+    [
+        (Solver, "solver"),
+        (GradientSolver, "solver"),
+        (ScalingSolver, "scaling_solver"),
+        (SampledScaling, "scaling_solver"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_solver_without_its_decorator_is_refused(base: type, decorator: str) -> None:
+    message = f"^the solver Mine has no stage; decorate the class with @{decorator}"
+    with pytest.raises(ConfigError, match=message):
+        RTN.replace(passes=(undecorated(base),))
+    with pytest.raises(ConfigError, match=message):
+        run_passes(torch.fx.symbolic_trace(nn.Linear(4, 4)), [undecorated(base)])
+
+
+def test_a_subclass_of_a_decorated_solver_runs_at_its_stage() -> None:
+    class Mine(GPTQ):
+        pass
+
+    assert pass_stage(RTN.replace(passes=(Mine(),)).passes[0]) is Stage.QUANTIZED
 
 
 @pytest.mark.parametrize("count", [1, 6])

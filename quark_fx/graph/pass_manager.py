@@ -333,7 +333,7 @@ def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
 
 
 def require_callable(p: GraphPass) -> None:
-    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, or has the name of another pass."""
+    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, has no stage, or another's name."""
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):
@@ -345,6 +345,8 @@ def require_callable(p: GraphPass) -> None:
             f"pass {pass_name(p)}{inspect.signature(p)} cannot be called with a graph: {error}; a pass takes the "
             "graph, and optionally a parameter called `context`"
         ) from error
+    if not hasattr(p, "promise") and (decorator := getattr(p, "registered_by", "")):
+        raise ConfigError(f"the solver {pass_name(p)} has no stage; decorate the class with @{decorator}")
     PASSES.name_of(p)
 
 

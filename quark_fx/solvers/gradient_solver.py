@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class GradientSolver(Schedule, ABC):
     A subclass is a frozen dataclass of options with `begin`, decorated with `quark_fx.solvers.solver.solver`. It is a
     pass of the quantized stage, named after its class.
     """
+
+    registered_by: ClassVar[str] = "solver"
 
     @abstractmethod
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> LearnedWeight:

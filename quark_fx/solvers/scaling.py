@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,8 +89,12 @@ class ScalingSolver(Selective, ABC):
 
     Args:
         explicit: Whether to insert a multiplication if nothing before the site can absorb the scale.
+
+    Attributes:
+        registered_by: Name of the decorator.
     """
 
+    registered_by: ClassVar[str] = "scaling_solver"
     explicit: bool = False
 
     @property

@@ -84,8 +84,10 @@ class Solver(Selective, ABC):
     Attributes:
         chooses: `QuantizedMatrix` (codes and scales of weights), `Bias`, or `Activation` (static scales and zero
             points).
+        registered_by: Name of the decorator.
     """
 
+    registered_by: ClassVar[str] = "solver"
     chooses: ClassVar[type[QuantizedMatrix | Bias | Activation]] = QuantizedMatrix
 
     @property
