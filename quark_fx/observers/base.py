@@ -35,7 +35,11 @@ def _snake_case(name: str) -> str:
 
 
 OBSERVERS: Registry[type[Observer], Observer] = Registry(
-    "observer", spelled=_snake_case, answers={"weights_only": False}
+    "observer",
+    spelled=_snake_case,
+    answers={"weights_only": False},
+    remedy="; a class without @observer is not registered",
+    own="; an observer of your own is not registered until you decorate it with @observer and import its module",
 )
 """Every observer by its name in configurations."""
 _register = OBSERVERS.add

@@ -35,6 +35,7 @@ class Registry(dict[str, E], Generic[E, V]):
         error: Error class for names that are unknown or already used.
         answers: Values of the attributes of a `Stored` value of this kind; keys are names of attributes.
         remedy: Advice in errors about `Stored` values, in addition to importing the module that registers them.
+        own: Advice for a user's own entry in errors about unknown names.
         names_of: Things that have the names already, such as "operators"; empty if modules choose the names. A module
             may then replace its own entry by any other definition.
     """
@@ -51,11 +52,12 @@ class Registry(dict[str, E], Generic[E, V]):
         error: Callable[[str], Exception] = ConfigError,
         answers: Mapping[str, Any] | None = None,
         remedy: str = "",
+        own: str = "",
         names_of: str = "",
     ) -> None:
         super().__init__()
         self.what, self.by_name, self.spelled, self.error = what, by_name, spelled, error
-        self.answers, self.remedy, self.names_of = answers or {}, remedy, names_of
+        self.answers, self.remedy, self.own, self.names_of = answers or {}, remedy, own, names_of
         self._owners: dict[str, tuple[str, str]] = {}
         self._names: dict[int, str] = {}
         self._definitions: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -124,7 +126,7 @@ class Registry(dict[str, E], Generic[E, V]):
 
     def unknown(self, name: Any, also: str = "") -> Exception:
         """Return the error for a name that is not registered; `also` is appended to the list of names."""
-        return unknown(self.what, name, self, also=also, error=self.error)
+        return unknown(self.what, name, self, also=also + self.own, error=self.error)
 
     def make(self, data: Any) -> V:
         """Return the value that plain data describe.

@@ -326,3 +326,24 @@ def test_a_stored_model_names_the_format_that_nothing_registers(tmp_path: Path) 
     with pytest.raises(qfx.ConfigError, match=r"'stored_table'; .* or import the module that registers it") as error:
         qfx.load(tmp_path / "model")
     assert "executing" not in str(error.value)
+
+
+def test_an_observer_without_its_decorator_is_accepted_and_told_when_it_is_read_back(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Bare(MinMax):
+        pass
+
+    spec = qfx.TensorSpec(format=formats.UINT8, observer=Bare())
+    config = preset("int8_static").replace(input=spec)
+    message = (
+        r"unknown observer 'bare'; choose one of .*; an observer of your own is not registered until you decorate it "
+        "with @observer and import its module"
+    )
+    with pytest.raises(qfx.ConfigError, match=message):
+        qfx.QuantConfig.from_dict(config.to_dict())
+    quantize(seeded(nn.Linear(8, 8)), config, [rand(3, 8)]).save(tmp_path)
+    with pytest.raises(
+        qfx.QuarkError,
+        match=r"'bare' is known only by its name, .* again; a class without @observer is not registered",
+    ):
+        quantize(seeded(nn.Linear(8, 8)), qfx.load(tmp_path).config, [rand(3, 8)])
