@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -171,13 +172,18 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     return unchecked_affine_qparams(low, high, scheme)
 
 
-def require_range(low: Tensor, high: Tensor, source: str = "") -> None:
-    """Raise `ValueError` if a bound is NaN or infinite, or `low` is above `high`; the message ends with `source`."""
+def require_range(
+    low: Tensor, high: Tensor, source: str = "", *, backward: Callable[[str], ValueError] = ValueError
+) -> None:
+    """Raise `ValueError` if a bound is NaN or infinite, or `backward` if `low` is above `high`.
+
+    The message ends with `source`.
+    """
 
     def error() -> ValueError:
         finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
-        what = "ends below its beginning" if finite else "is not finite"
-        return ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}{source}")
+        kind, what = (backward, "ends below its beginning") if finite else (ValueError, "is not finite")
+        return kind(f"the range {what}: low {_show(low)}, high {_show(high)}{source}")
 
     accelerator.require((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all(), error)
 

@@ -30,6 +30,13 @@ from quark_fx.system.registry import Registry
 ObserverType = TypeVar("ObserverType", bound="type[Observer]")
 
 
+class ObserverError(ValueError):
+    """Error about an observer that raised an unexpected exception or returned a wrong value."""
+
+    remedy = "fix the observer, choose another one, or exclude the operator"
+    """Next step, for the error about the value that was observed."""
+
+
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -93,7 +100,7 @@ class Observer(ABC):
         """Return scale and zero point, shape `(channels,)`; raises the errors of `range`."""
         with accelerator.checked_together():
             low, high = self.range(scheme)
-            require_range(low, high, f" (observer {type(self).__name__})")
+            require_range(low, high, f" (observer {type(self).__name__})", backward=ObserverError)
             return unchecked_affine_qparams(low, high, scheme)
 
     def reading(self, seen: Observer) -> Self | None:
@@ -115,7 +122,7 @@ class Observer(ABC):
 
 @contextmanager
 def naming_observer(observer: Observer) -> Iterator[None]:
-    """Turn an unexpected exception of an observer into a `ValueError` that names the observer."""
+    """Turn an unexpected exception of an observer into an `ObserverError` that names the observer."""
     try:
         yield
     except (QuarkError, ValueError):
@@ -123,20 +130,35 @@ def naming_observer(observer: Observer) -> Iterator[None]:
     except Exception as error:
         if is_shortage(error):
             raise
-        raise ValueError(f"observer {type(observer).__name__} raised {type(error).__name__}: {error}") from error
+        raise ObserverError(f"observer {type(observer).__name__} raised {type(error).__name__}: {error}") from error
 
 
 def observed(observer: Observer, x: Tensor) -> Observer:
     """Return an observer after it saw `x`; shapes as in `Observer.observe`.
 
     Raises:
-        ValueError: If the observer raises an exception or does not return an observer.
+        ObserverError: If the observer raises an unexpected exception or does not return an observer.
     """
     with naming_observer(observer):
         after: object = observer.observe(x)
     if not isinstance(after, Observer):
-        raise ValueError(f"observe of {type(observer).__name__} returned {type(after).__name__} instead of an observer")
+        raise ObserverError(
+            f"observe of {type(observer).__name__} returned {type(after).__name__} instead of an observer"
+        )
     return after
+
+
+def per_channel(observer: Observer, qparams: QParams, channels: int) -> QParams:
+    """Return the quantization parameters that an observer chose, after a check of their shape.
+
+    Raises:
+        ObserverError: If the shape is not `(channels,)`.
+    """
+    if qparams.scale.shape != (channels,):
+        raise ObserverError(
+            f"range of {type(observer).__name__} has shape {tuple(qparams.scale.shape)} instead of {(channels,)}"
+        )
+    return qparams
 
 
 def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from quark_fx.graph.nodes import describe, device_of, placeholders
 from quark_fx.graph.pass_manager import Stage, copy_graph, graph_pass
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import Observer
-from quark_fx.observers.base import naming_observer, observed
+from quark_fx.observers.base import ObserverError, naming_observer, observed, per_channel
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.plan.placement import Plan, module_name, plan_quantization, require_finite_floats, require_finite_weights
 from quark_fx.plan.report import Histogram
@@ -256,8 +256,8 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 def _unusable(place: str, error: ValueError) -> CalibrationError:
     advice = "check the model's weights and the calibration data, or exclude the operator"
-    if error.__cause__ is not None:  # an exception that `naming_observer` caught
-        advice = "fix the observer, or choose another one"
+    if isinstance(error, ObserverError):
+        advice = error.remedy
     return CalibrationError(f"{place} cannot be quantized: {error}; {advice}")
 
 
@@ -282,7 +282,9 @@ def _qparams(call: Node, watch: _Watch, results: Known | None) -> QParams:
         return ranges[key]
     try:
         with naming_observer(watch.observer):
-            return ranges.setdefault(key, watch.observer.qparams(watch.spec.scheme))
+            qparams = watch.observer.qparams(watch.spec.scheme)
+        channels = math.prod(source.meta["val"].shape[dim] for dim in watch.separate)
+        return ranges.setdefault(key, per_channel(watch.observer, qparams, channels))
     except ValueError as error:
         raise _unusable(describe(source), error) from error
 

@@ -21,6 +21,7 @@ from quark_fx.graph.provenance import inherit
 from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.qparams import QParams
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.observers.base import ObserverError
 from quark_fx.plan.pair_sums import PairBound
 from quark_fx.plan.placement import Attending, Coded, Plan, PlannedOperator, Quantized
 from quark_fx.plan.report import Measured, Row, with_measured
@@ -226,9 +227,12 @@ def _quantize_weight(
 
 
 def _unusable(op: Coded, weight: Tensor, error: Callable[[], Exception]) -> CalibrationError:
-    remedy = "exclude the operator" if is_finite(weight) else "fix the model's weights"
+    reason = error()
+    remedy = reason.remedy if isinstance(reason, ObserverError) else "exclude the operator"
+    if not is_finite(weight):
+        remedy = "fix the model's weights"
     return CalibrationError(
-        f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {error()}; {remedy}"
+        f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {reason}; {remedy}"
     )
 
 

@@ -15,7 +15,7 @@ from quark_fx.numbers.ops import encode, spread
 from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, ScaleFormat
-from quark_fx.observers.base import naming_observer
+from quark_fx.observers.base import naming_observer, per_channel
 from quark_fx.plan.pair_sums import PairBound
 
 _ROWS_AT_ONCE = 8192
@@ -299,7 +299,7 @@ def _whole_and_rest(x: Tensor, dim: int, size: int) -> Iterator[Tensor]:
 def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
     observer = spec.new_observer
     with naming_observer(observer):
-        return observer.of_constant(rows, scheme)
+        return per_channel(observer, observer.of_constant(rows, scheme), len(rows))
 
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:
