@@ -73,7 +73,13 @@ def test_integers_where_a_model_multiplies_floats_are_refused_when_it_is_capture
 
 @pytest.mark.parametrize(
     ("batch", "words"),
-    [("hello", "is text"), (["a", "b"], "is text"), ({"x": "hello"}, "is text"), (3, "contains no tensor, only 3")],
+    [
+        ("hello", "is text"),
+        (["a", "b"], "is text"),
+        ({"x": "hello"}, "is text"),
+        (3, "contains no tensor, only 3"),
+        ({"use_cache": False}, "contains no tensor; pass"),
+    ],
 )
 def test_a_batch_without_a_tensor_is_called_what_it_is(batch: Any, words: str) -> None:
     with pytest.raises(qfx.CaptureError, match=words):

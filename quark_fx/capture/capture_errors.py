@@ -122,9 +122,10 @@ def require_inputs_fit(model: nn.Module, batch: Any) -> None:
     if leaves and all(isinstance(leaf, str) for leaf in leaves):
         raise CaptureError(f"the batch is text ({leaves[0]!r}); pass the output of the model's tokenizer or processor")
     if leaves and not any(isinstance(leaf, Tensor) or hasattr(leaf, "__array__") for leaf in leaves):
-        raise CaptureError(
-            f"the batch contains no tensor, only {leaves[0]!r}; pass tensors whose first dimension counts samples"
-        )
+        # A Hugging Face model's batch has `use_cache=False`, which the caller did not pass.
+        others = [leaf for leaf in leaves if leaf is not False]
+        only = f", only {others[0]!r}" if others else ""
+        raise CaptureError(f"the batch contains no tensor{only}; pass tensors whose first dimension counts samples")
     device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):

@@ -123,7 +123,7 @@ class AWQ(ScalingSolver):
         operators = [_Operator.of(gm, reader, hessians[reader]) for reader in site.readers]
         statistics, device = _magnitudes(site.site.channels, operators), operators[0].device
         if not bool(statistics.activation.isfinite().all()):
-            raise Declined("its input is too large to be squared")
+            raise Declined("its input is infinite or too large to be squared; check the calibration data")
         if self.feedback:
             operators = _with_feedback(operators)
         on_device = Magnitudes(*(x.to(device) for x in statistics))

@@ -137,7 +137,7 @@ def _energy(gm: GraphModule, site: PlannedSite, squares: Mapping[Value, Tensor])
         for r in site.readers
     ]
     if not all(bool(x.isfinite().all()) for _, x, _ in readers):
-        raise Declined("its input is too large to be squared")
+        raise Declined("its input is infinite or too large to be squared; check the calibration data")
     site.require_own_scales()
     activation, weight = (Means.of_none(site.site.channels) for _ in range(2))
     for labels, x, w in readers:

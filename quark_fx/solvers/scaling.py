@@ -221,11 +221,14 @@ def _means(errors: Iterable[Tensor], device: torch.device | None) -> list[float]
 
 def _refusal(before: Sequence[float], after: Sequence[float], largest_ratio: float, context: Context) -> str:
     """Return the reason for rejecting a scale, given the validation errors without and with it."""
-    worse = [(i, a) for i, (b, a) in enumerate(zip(before, after, strict=True)) if not a < b]  # NaN is not better
-    if not worse:
-        return f"less than {1 - largest_ratio:.0%} better ({after[0]:.3g})"
-    place, error = worse[0]
-    return f"no better on the calibration data ({error:.3g})" if place % 2 else context.data.refusal(error)
+    pairs = list(enumerate(zip(before, after, strict=True)))
+    worse = [(i, a) for i, (b, a) in pairs if not a < b]  # NaN is not better
+    if worse:
+        place, error = worse[0]
+        return f"no better on the calibration data ({error:.3g})" if place % 2 else context.data.refusal(error)
+    place, (old, new) = next((i, errors) for i, errors in pairs if not errors[1] < largest_ratio * errors[0])
+    where = " on the calibration data" if place % 2 else ""
+    return f"less than {1 - largest_ratio:.0%} better{where} ({new:.3g} instead of {old:.3g})"
 
 
 def _search(

@@ -273,7 +273,7 @@ def test_what_is_too_large_to_be_squared_is_left() -> None:
     config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()))
     record = record_of(quantize(model, config, [1e25 * x for x in DATA]), "AWQ")
     (change,) = [c for c in record.changes if "down" in c.name]
-    assert change.what == "skipped: its input is too large to be squared"
+    assert change.what == "skipped: its input is infinite or too large to be squared; check the calibration data"
 
 
 class Fork(nn.Module):

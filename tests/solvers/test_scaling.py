@@ -123,7 +123,8 @@ def test_a_point_without_an_error_is_never_chosen(spoiled: Point) -> None:
 @pytest.mark.parametrize(
     ("after", "reason"),
     [
-        ([0.9, 0.9, 0.9], "less than 15% better (0.9)"),
+        ([0.9, 0.9, 0.9], "less than 15% better (0.9 instead of 1)"),
+        ([0.5, 0.9, 0.4], "less than 15% better on the calibration data (0.9 instead of 1)"),
         ([0.5, 1.5, 0.4], "no better on the calibration data (1.5)"),
         ([0.5, 0.4, math.nan], "no better on validation data (nan)"),
     ],
