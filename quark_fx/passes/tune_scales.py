@@ -175,11 +175,8 @@ class _Order:
     """
 
     def __init__(self, context: Context, count: int, seed: int) -> None:
-        batches = context.data.calibration
-        counts = context.ranks.gather(len(batches))
-        first = sum(counts[: context.ranks.index])
-        self._here = {first + i: batch for i, batch in enumerate(batches)}
-        self._all, self._count = sum(counts), count
+        numbers, self._all = context.data.numbered(context.data.calibration)
+        self._here, self._count = {number: batch for batch, number in numbers.items()}, count
         self._generator, self._pending = torch.Generator().manual_seed(seed), list[int]()
 
     def draw(self) -> list[int]:
