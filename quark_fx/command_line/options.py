@@ -71,8 +71,9 @@ class Reading:
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A text file; a .jsonl file of texts or conversations; a text of an installed package, such as "
-            "pydoc_data.topics:topics; a folder of images; or a .npy, .npz or .safetensors file of model inputs."
+            help="A text file; a .json, .jsonl, or .csv file of texts or conversations; a text of an installed "
+            "package, such as pydoc_data.topics:topics; a folder of images; or a .npy, .npz or .safetensors file of "
+            "model inputs."
         ),
     ] = None
     samples: Annotated[

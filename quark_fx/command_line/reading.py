@@ -123,8 +123,8 @@ def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
 def _existing(reading: Reading) -> Path:
     if reading.data is None:
         raise CalibrationError(
-            "data is missing; pass --data: a text or .jsonl file, text of an installed package (package:name), a "
-            "folder of images, or a .npy, .npz or .safetensors file"
+            "data is missing; pass --data: a text, .json, .jsonl, or .csv file, text of an installed package "
+            "(package:name), a folder of images, or a .npy, .npz or .safetensors file"
         )
     if not reading.data.exists() and not is_installed_name(reading.data):
         raise CalibrationError(f"the data {reading.data} does not exist")

@@ -85,7 +85,7 @@ def convert(
     """Quantize a Hugging Face checkpoint to compressed-tensors, without building the model or running code of it.
 
     Float matrices whose names end in `.weight` are quantized. Heads, embeddings, routers, and draft (MTP) layers stay
-    in float, because servers compute them in float. Layers that servers fuse get the same scheme and global scale. All
+    in float, as in other checkpoints for servers. Layers that servers fuse get the same scheme and global scale. All
     other tensors and files are copied. Sources in FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, or ModelOpt's
     layout are decoded tensor by tensor.
 

@@ -21,7 +21,7 @@ _SMALLEST = 1e-4
 """Smallest root mean square of a column that is distinguished, relative to the largest; zero columns count as this."""
 
 
-@graph_pass()
+@graph_pass(distributed=True)  # ranks have equal weights
 @dataclass(frozen=True, kw_only=True)
 class NormalizeColumns(Selective):
     """Divide every input channel of quantized weights by its root mean square, and multiply the input by it.

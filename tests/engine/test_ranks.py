@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import sys
 import time
@@ -31,7 +32,7 @@ from torch.fx import GraphModule
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 import quark_fx as qfx
-from quark_fx import session
+from quark_fx import passes, session
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
@@ -54,11 +55,12 @@ from quark_fx.passes import (
     FitScales,
     LearnRotations,
     LowRank,
+    NormalizeColumns,
     SmoothQuant,
     TuneScales,
 )
 from quark_fx.presets import INT8_STATIC, W4A4_DYNAMIC, W4A16_AWQ, W4A16_GPTQ
-from quark_fx.quantization import _shared_checkpoint
+from quark_fx.quantization import _require_distributed, _shared_checkpoint
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
@@ -181,6 +183,7 @@ CONFIGS: dict[str, QuantConfig] = {
     "learned rotations": in_groups(W4A4_DYNAMIC).replace(
         passes=(LearnRotations(overhead=9, streams=False, iterations=20),)
     ),
+    "normalized columns": in_groups(W4A16_GPTQ).replace(passes=(NormalizeColumns(explicit=True), GPTQ())),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
     "tuned scales": in_groups(W4A16_GPTQ).replace(passes=(TuneScales(iterations=3, batches=3),)),
     "refitted scales": in_groups(W4A16_GPTQ).replace(passes=(RefitScales(),)),
@@ -632,6 +635,13 @@ def count_rounded(folder: Path) -> None:
 
 def test_rounding_is_divided(tmp_path: Path) -> None:
     run(2, tmp_path, count_rounded)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in vars(passes).items() if isinstance(kind, type)))
+def test_every_pass_of_the_package_runs_on_several_ranks(name: str) -> None:
+    kind = getattr(passes, name)
+    if not inspect.isabstract(kind) and kind.__module__.startswith("quark_fx"):
+        _require_distributed(SimpleNamespace(passes=(kind(),)), Ranks(0, 2))  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
