@@ -25,6 +25,9 @@ from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.plan.placement import Coded, PlannedOperator
 from quark_fx.plan.weights import storable
 
+FIXED = "fixed (per tensor, power of two, or shared)"
+"""What reports say of scales that cannot change individually."""
+
 
 def least_bias_scale(bias: Tensor) -> Tensor:
     """Return, for each value of a bias, the smallest scale at which its code fits int32, with room for rounding."""
@@ -311,6 +314,7 @@ def _name(node: object) -> str:
 
 
 __all__ = [
+    "FIXED",
     "QuantizedWeight",
     "StoredBias",
     "least_bias_scale",

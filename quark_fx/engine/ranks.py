@@ -255,7 +255,7 @@ class _Sent(pickle.Pickler):
             return None
         if self.accelerator.type == "cpu":
             self.accelerator = value.device
-        tensor, content = value.detach(), None
+        tensor, content = value.detach().resolve_conj().resolve_neg(), None  # lazy views have no bytes of their own
         if tensor.nbytes <= _SMALL:
             content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         else:

@@ -333,7 +333,7 @@ def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
 
 
 def require_callable(p: GraphPass) -> None:
-    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, has no stage, or another's name."""
+    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, lacks a stage, or reuses a name."""
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):

@@ -173,16 +173,16 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
 
 
 def require_range(
-    low: Tensor, high: Tensor, source: str = "", *, backward: Callable[[str], ValueError] = ValueError
+    low: Tensor, high: Tensor, source: str = "", *, inverted: Callable[[str], ValueError] = ValueError
 ) -> None:
-    """Raise `ValueError` if a bound is NaN or infinite, or `backward` if `low` is above `high`.
+    """Raise `ValueError` if a bound is NaN or infinite, or `inverted` if `low` is above `high`.
 
     The message ends with `source`.
     """
 
     def error() -> ValueError:
         finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
-        kind, what = (backward, "ends below its beginning") if finite else (ValueError, "is not finite")
+        kind, what = (inverted, "ends below its beginning") if finite else (ValueError, "is not finite")
         return kind(f"the range {what}: low {_show(low)}, high {_show(high)}{source}")
 
     accelerator.require((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all(), error)

@@ -100,7 +100,7 @@ class Observer(ABC):
         """Return scale and zero point, shape `(channels,)`; raises the errors of `range`."""
         with accelerator.checked_together():
             low, high = self.range(scheme)
-            require_range(low, high, f" (observer {type(self).__name__})", backward=ObserverError)
+            require_range(low, high, f" (observer {type(self).__name__})", inverted=ObserverError)
             return unchecked_affine_qparams(low, high, scheme)
 
     def reading(self, seen: Observer) -> Self | None:

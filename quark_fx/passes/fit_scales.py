@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import FIXED
 from quark_fx.engine.sizes import Matrices
 from quark_fx.errors import ConfigError
 from quark_fx.solvers.error_feedback import stack_chunks, working_bytes
@@ -91,7 +92,7 @@ class FitScales(Solver):
 
     def _with_ranges(self, weight: QuantizedMatrix, hessian: Hessian) -> Proposal | Skip:
         if weight.ranged_columns is None:
-            return Skip("its scales are fixed (per tensor, power of two, or shared)")
+            return Skip(f"its scales are {FIXED}")
         importance = hessian.h.diagonal(dim1=-2, dim2=-1)
         ranges = fit_ranges(weight.real, importance, weight.scheme, weight.ranged_columns)
         return Proposal(weight.with_ranges(*ranges).nearest(), hessian.unguided)

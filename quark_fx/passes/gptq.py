@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.engine.guidance import together_bytes
+from quark_fx.engine.quantized_weights import FIXED
 from quark_fx.engine.sizes import Matrices
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.numbers.grid import FreeScales, Grid
@@ -121,7 +122,7 @@ class GPTQ(Solver):
         if self.sweeps and weight.outputs is None:
             weight = _refined(weight, target, seen.h, damping, sweeps=self.sweeps)
         remarks = (
-            "scales kept: they are fixed (per tensor, power of two, or shared)" * (self.fit_scales and not fits),
+            f"scales kept: they are {FIXED}" * (self.fit_scales and not fits),
             "groups stay static: they differ in size or share scales across outputs"
             * (not self.static_groups and not dynamic),
             f"damped by {level:g}" * (level > self.damping),

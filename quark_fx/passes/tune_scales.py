@@ -18,7 +18,7 @@ from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit, carriers, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
-from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias, least_bias_scale, own_weights
+from quark_fx.engine.quantized_weights import FIXED, QuantizedWeight, StoredBias, least_bias_scale, own_weights
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders, set_parameter, tensor_of
@@ -92,7 +92,7 @@ class TuneScales(Selective):
         for weight in own_weights(gm, context, self)(gm):
             reason = ""
             if not weight.movable(gm):
-                reason = "its scales are fixed (per tensor, power of two, or shared)"
+                reason = f"its scales are {FIXED}"
             elif weight.scheme.scale.is_8_bit:
                 reason = "its scales have 8 bits, too few for small steps"
             if reason:

@@ -213,7 +213,7 @@ def solver(cls: S) -> S:
     kinds, chosen = (QuantizedMatrix, Bias, Activation), getattr(cls, "chooses", QuantizedMatrix)
     if chosen not in kinds:
         names = ", ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"chooses of {cls.__name__} must be one of the classes {names}, not {brief(chosen)}")
+        raise ConfigError(f"{cls.__name__}.chooses must be one of the classes {names}, not {brief(chosen)}")
     register: Any = graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, validated=True)
     registered: S = register(cls)
     return registered
@@ -420,10 +420,8 @@ def _proposed(solver: Solver, answer: object, operator: str, now: object) -> Pro
     if isinstance(answer, Skip) or (isinstance(answer, Proposal) and type(answer.value) is type(now)):
         return answer
     got = f"Proposal({type(answer.value).__name__})" if isinstance(answer, Proposal) else type(answer).__name__
-    raise PassError(
-        f"{type(solver).__name__} failed on {operator}: solve must return a Proposal of a {type(now).__name__}, or a "
-        f"Skip with a reason, not {got}"
-    )
+    expected = f"a Proposal of a {type(now).__name__}, or a Skip with a reason"
+    raise _failure(solver, operator, f"solve must return {expected}, not {got}")
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:
@@ -445,7 +443,11 @@ def naming_failures(solver: object, operators: str) -> Iterator[None]:
     except Exception as error:
         if is_shortage(error):
             raise
-        raise PassError(f"{type(solver).__name__} failed on {operators}: {type(error).__name__}: {error}") from error
+        raise _failure(solver, operators, f"{type(error).__name__}: {error}") from error
+
+
+def _failure(solver: object, operators: str, what: str) -> PassError:
+    return PassError(f"{type(solver).__name__} failed on {operators}: {what}")
 
 
 def blamed(operators: Iterable[str], error: Exception) -> CalibrationError:

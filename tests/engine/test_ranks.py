@@ -572,6 +572,7 @@ def exchange(folder: Path) -> None:
     storage = torch.full((size,), ranks.index, dtype=torch.int8)
     column = torch.arange(12.0).reshape(3, 4)[:, 1] + ranks.index
     kinds = [torch.tensor(ranks.index), torch.empty(0, 3), torch.tensor([True, False]), column.to(torch.bfloat16)]
+    kinds.append(torch.tensor([1 + 2j, 3j]).conj())
     grown()
     ours: dict[str, Any] = {"view": storage[3:5], "kinds": kinds, "text": str(ranks.index)}
     values = ranks.gather(ours)
@@ -583,6 +584,7 @@ def exchange(folder: Path) -> None:
         assert value["text"] == str(rank)
         assert torch.equal(value["view"], torch.full((2,), rank, dtype=torch.int8))
         expected = [torch.tensor(rank), kinds[1], kinds[2], torch.tensor([1.0, 5.0, 9.0], dtype=torch.bfloat16) + rank]
+        expected.append(torch.tensor([1 - 2j, -3j]))
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(value["kinds"], expected, strict=True))
     assert ranks.fold(torch.tensor([ranks.index]), lambda a, b: torch.cat([a, b])).tolist() == [0, 1]
     large = torch.arange(2.0**16).reshape(256, 256).T.to(torch.bfloat16) + ranks.index

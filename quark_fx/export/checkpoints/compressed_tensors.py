@@ -349,7 +349,7 @@ def _measured_otherwise(layer: Layer) -> str:
 
 
 def _shares_scales(activation: Activation | None) -> bool:
-    """Tell whether compressed-tensors, with one scale per index of two dimensions, computes it for several tokens."""
+    """Tell whether several tokens share a scale in compressed-tensors, which has one per index of two dimensions."""
     return activation is not None and activation.per_token and activation.rank not in (None, 1, 3)
 
 
